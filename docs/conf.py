@@ -1,0 +1,16 @@
+from mechanic import __version__
+
+project = "Mechanic"
+copyright = "the mechanic developers"  # noqa: A001
+release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 2
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "Mechanic"
+nitpicky = True
+# Of torch and the standard library; nothing is fetched to resolve them.
+nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|Array|Any|Floats).*")]
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"

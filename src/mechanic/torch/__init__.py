@@ -1,0 +1,6 @@
+"""Mechanic for PyTorch."""
+
+from mechanic.torch.classes import MechanicAdamW, MechanicSGD, mechanize
+from mechanic.torch.optimizer import Mechanic
+
+__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "mechanize"]

@@ -1,0 +1,59 @@
+"""Which optimizers can be wrapped: those that read .grad and add an update to the parameters."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim import Optimizer
+
+_SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
+_OWN_ITERATES = "it keeps iterates of its own beside the parameters, which scaling the parameters would tear apart"
+_IN_BACKWARD = "it steps inside the backward pass, and Mechanic's feedback is a sum over all gradients"
+_TUNER = "it already learns the size of its steps, and two tuners on one step fight each other; use one of them"
+
+# By class name, since none of these packages is a dependency.
+_REFUSED = {
+    "LBFGS": _SEVERAL_GRADIENTS,
+    "SparseAdam": "it needs sparse gradients, and Mechanic's Delta is dense; use Adam and sparse=False",
+    "LOMO": _IN_BACKWARD,
+    "AdaLOMO": _IN_BACKWARD,
+    **dict.fromkeys(("Lookahead", "Ranger", "Ranger21", "Ranger25", "MADGRAD", "FTRL", "AccSGD"), _OWN_ITERATES),
+    **dict.fromkeys(("Mechanic", "DoG", "LDoG", "DoWG", "TRAC"), _TUNER),
+}
+_REFUSED_PREFIXES = {"DAdapt": _TUNER, "Prodigy": _TUNER}
+
+
+def refuse_unsuitable(base: Any) -> None:
+    """Raise a TypeError or ValueError that says what to do where ``base`` cannot be wrapped."""
+    if inspect.isclass(base):
+        name = base.__name__
+        raise TypeError(
+            f"Mechanic wraps an optimizer instance, got the class {name}; "
+            f"write Mechanic({name}(params, lr=1.0)), or mechanize({name}) for a class"
+        )
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}")
+    if reason := _reason_to_refuse(base):
+        raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
+    if any("mechanic_format" in group for group in base.param_groups):
+        raise ValueError(f"this {type(base).__name__} is already wrapped by a Mechanic; build a new one")
+    if any(group.get("differentiable") for group in base.param_groups):
+        raise ValueError("Mechanic cannot differentiate through its step; build the base without differentiable=True")
+
+
+def _reason_to_refuse(base: Optimizer) -> str | None:
+    for cls in type(base).__mro__:
+        if cls.__name__ in _REFUSED:
+            return _REFUSED[cls.__name__]
+        for prefix, reason in _REFUSED_PREFIXES.items():
+            if cls.__name__.startswith(prefix):
+                return reason
+    if hasattr(base, "first_step") and hasattr(base, "second_step"):  # the shape every SAM shares
+        return _SEVERAL_GRADIENTS
+    if callable(getattr(base, "train", None)) and callable(getattr(base, "eval", None)):  # Schedule-Free
+        return _OWN_ITERATES
+    closure = inspect.signature(base.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return _SEVERAL_GRADIENTS
+    return None

@@ -1,0 +1,91 @@
+"""What Mechanic keeps in a checkpoint, and what it accepts from one.
+
+Everything lives where PyTorch's checkpoint routes look: Delta beside the base's own state of each
+parameter, the tuner in each param group. Only tensors, ints and floats are stored, which is what
+``torch.load(weights_only=True)`` and torch.distributed.checkpoint both take.
+
+===================  ========================  ==================================================
+where                key                       what
+===================  ========================  ==================================================
+``state[p]``         ``mechanic_delta``        Delta, shaped and placed like p, at least float32
+``param_groups[i]``  ``mechanic_format``       1, the number of this layout
+``param_groups[i]``  ``mechanic_row``          which tuner the group belongs to
+``param_groups[i]``  ``mechanic_tuner``        [7, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_unit``         the learning rate that counts as 1
+===================  ========================  ==================================================
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+FORMAT = 1
+DELTA = "mechanic_delta"
+GROUP_KEYS = ("mechanic_format", "mechanic_row", "mechanic_tuner", "mechanic_unit")
+
+StateDict = dict[str, Any]
+
+
+def without_deltas(state_dict: StateDict) -> tuple[StateDict, dict[Any, torch.Tensor]]:
+    """Take Delta out of a state dict: the base's ``load_state_dict`` would cast it to the parameter's dtype.
+
+    Returns a shallow copy without Delta, and Delta by parameter id. The argument is left as it was.
+    """
+    deltas = {key: entry[DELTA] for key, entry in state_dict["state"].items() if _holds_delta(entry)}
+    state = {
+        key: {name: value for name, value in entry.items() if name != DELTA} if key in deltas else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}, deltas
+
+
+def is_plain(state_dict: StateDict) -> bool:
+    """Whether nothing of Mechanic's is in it: the checkpoint of a bare optimizer."""
+    in_groups = any(key in group for group in state_dict["param_groups"] for key in GROUP_KEYS)
+    return not in_groups and not any(_holds_delta(entry) for entry in state_dict["state"].values())
+
+
+def validate(state_dict: StateDict, groups: list[dict[str, Any]]) -> None:
+    """Raise a ValueError that names what does not fit, before anything has been changed."""
+    saved_groups = state_dict["param_groups"]
+    if missing := _missing_entries(state_dict):
+        raise ValueError(
+            f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
+            "load it whole, or remove every mechanic_* entry to start with a fresh tuner"
+        )
+    newest = max(int(group["mechanic_format"]) for group in saved_groups)
+    if newest > FORMAT:
+        raise ValueError(
+            f"the checkpoint has mechanic_format {newest}, this version reads up to {FORMAT}; upgrade mechanic"
+        )
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        saved_betas, betas = (g["mechanic_tuner"][0].tolist() for g in (saved, group))
+        if saved_betas != betas:
+            raise ValueError(f"param_groups[{index}] was tuned with betas {saved_betas}, this optimizer has {betas}")
+        if int(saved["mechanic_row"]) != group["mechanic_row"]:
+            raise ValueError(
+                f"param_groups[{index}] belonged to tuner {int(saved['mechanic_row'])}, "
+                f"here it belongs to tuner {group['mechanic_row']}; group the parameters as they were when saved"
+            )
+
+
+def _missing_entries(state_dict: StateDict) -> list[str]:
+    missing = [
+        f"param_groups[{index}][{key!r}]"
+        for index, group in enumerate(state_dict["param_groups"])
+        for key in GROUP_KEYS
+        if key not in group
+    ]
+    # A parameter without any state never had a gradient, and so has no Delta either.
+    return missing + [
+        f"state[{key!r}][{DELTA!r}]"
+        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        if (entry := state_dict["state"].get(key)) and not _holds_delta(entry)
+    ]
+
+
+def _holds_delta(entry: Any) -> bool:
+    return isinstance(entry, dict) and DELTA in entry

@@ -1,0 +1,60 @@
+"""Mechanic as a class that takes ``(params, **kwargs)``, for trainers that are configured with a class."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
+
+from mechanic.torch.optimizer import Mechanic
+from mechanic.tuner import TunerConfig
+
+
+class _MechanizedType(type):
+    """The type of the classes :func:`mechanize` makes; it pickles them by their base class."""
+
+    base_class: type[Optimizer]
+
+
+@functools.cache
+def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
+    """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
+
+    ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; all other arguments go to
+    the base. Called twice with one base it returns the same class, and classes and instances pickle.
+
+    Example:
+        >>> import torch
+        >>> from mechanic.torch import Mechanic, mechanize
+        >>> optimizer = mechanize(torch.optim.RAdam)([torch.nn.Parameter(torch.ones(2))], config={"decay": 0.1})
+        >>> isinstance(optimizer, Mechanic), type(optimizer.base).__name__
+        (True, 'RAdam')
+    """
+
+    def init(
+        self: Mechanic,
+        params: ParamsT,
+        *args: Any,
+        config: TunerConfig | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        Mechanic.__init__(self, base_class(params, *args, **kwargs), config=config)
+
+    name = f"Mechanic{base_class.__name__}"
+    doc = f"Mechanic around {base_class.__name__}; see :func:`mechanize`."
+    namespace = {"__init__": init, "__doc__": doc, "__module__": "mechanic.torch", "base_class": base_class}
+    return _MechanizedType(name, (Mechanic,), namespace)  # type: ignore[return-value]
+
+
+def _reduce_class(cls: _MechanizedType) -> tuple[Any, ...]:
+    return mechanize, (cls.base_class,)
+
+
+copyreg.pickle(_MechanizedType, _reduce_class)
+
+MechanicAdamW = mechanize(AdamW)
+MechanicSGD = mechanize(SGD)

@@ -1,0 +1,159 @@
+"""The tuner: Algorithm 1 of the paper, seen from the scales alone.
+
+Everything here is arithmetic on small arrays and knows no framework: :func:`update` takes the array
+module (``numpy``, ``torch`` or ``jax.numpy``) as an argument. One row is one tuner, so tuning all
+parameters together and tuning groups of them apart are the same code.
+
+Notation: g gradient, x parameters, Delta the sum of the base optimizer's updates so far, S = sum of
+the n scales s, one per beta. The parameters are always x_1 + S Delta.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+Array = Any
+"""A NumPy, torch or JAX array. The one place where the library gives up static types."""
+
+SUMS = ("delta_grad", "delta_param", "grad_sq", "param_sq", "delta_sq")
+"""The columns of ``sums``: ``<Delta,g>, <Delta,x>, |g|^2, |x|^2, |Delta|^2``. All that a step must measure."""
+
+ZERO_START_NORM = 1e-3
+"""Taken for ``|x_1|`` where all parameters start at zero, so that there is something to take a fraction of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TunerConfig:
+    """How the scale is learned. The defaults are meant to be left alone.
+
+    Args:
+        betas: one scale is learned per beta, each forgetting at its own rate; their sum S is used.
+        s_init: what is staked before anything has been earned. With ``relative_start``, the fraction
+            of ``|x_1|`` by which this stake may move the parameters; otherwise the first scale itself.
+        relative_start: measure ``s_init`` against the parameters' own norm.
+        decay: the paper's lambda, which keeps S from growing without bound on separable data.
+        eps: added to sqrt(v), where nothing but zero feedback makes v vanish.
+        guard: let S fall by at most one half per step, so that one bad batch cannot undo a run.
+
+    Example:
+        >>> TunerConfig(decay=0.1).decay
+        0.1
+        >>> TunerConfig.paper().s_init
+        1e-08
+    """
+
+    betas: tuple[float, ...] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+    s_init: float = 0.01
+    relative_start: bool = True
+    decay: float = 0.01
+    eps: float = 1e-8
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
+        if not self.betas or not all(0.0 <= beta <= 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be one or more numbers in [0, 1], got {self.betas}")
+        if not (self.s_init > 0 and math.isfinite(self.s_init)):
+            raise ValueError(f"s_init must be positive and finite, or S never leaves 0, got {self.s_init}")
+        for name in ("decay", "eps"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be non-negative and finite, got {value}")
+
+    @classmethod
+    def paper(cls) -> TunerConfig:
+        """The published algorithm: an absolute first scale of 1e-8 and no guard.
+
+        What stays is what the printed text cannot run without: ``|h|`` in the running maximum, the
+        reward of the scale in force, and a stored Delta.
+        """
+        return cls(s_init=1e-8, relative_start=False, guard=False)
+
+    @classmethod
+    def of(cls, config: TunerConfig | Mapping[str, Any] | None) -> TunerConfig:
+        """Accept what a user may pass for ``config``: nothing, a config, or a plain mapping."""
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config must be a TunerConfig or a dict of its fields, got {config!r}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(config) - known):
+            raise TypeError(f"config has no field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
+        return cls(**config)
+
+
+class TunerState(NamedTuple):
+    """What a tuner remembers, each array [tuners, n]. All zeros is the state before the first step."""
+
+    largest_feedback: Array  # m
+    variance: Array  # v
+    reward: Array  # r
+    scales: Array  # s
+    initial_norm: Array  # |x_1|; 0 until measured
+    largest_delta: Array  # max |Delta_k| over k <= t
+
+
+def total_scale(state: TunerState, xp: Any) -> Array:
+    """S, the factor on Delta: the sum of the scales, [tuners]."""
+    return xp.sum(state.scales, -1)
+
+
+def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp: Any) -> TunerState:
+    """One step of every tuner.
+
+    Args:
+        state: the tuners before the step.
+        sums: [tuners, 5], the columns of :data:`SUMS`, measured before the base optimizer steps.
+        betas: ``config.betas`` as an array, [n] or [tuners, n].
+        config: see :class:`TunerConfig`.
+        xp: the array module the arrays belong to.
+
+    Returns:
+        The tuners after the step. A row whose gradient is zero, or whose sums are not finite, is
+        returned as it was: such a step carries no feedback, and S must not drift on it.
+
+    Example:
+        >>> import numpy as np
+        >>> config = TunerConfig()
+        >>> state = TunerState(*np.zeros((6, 1, 6)))
+        >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
+        >>> state = update(state, sums, np.array(config.betas), config, np)
+        >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
+        '0.020'
+    """
+    delta_grad, delta_param, grad_sq, param_sq, delta_sq = (column.reshape(-1, 1) for column in sums.T)  # [tuners, 1]
+    n = len(config.betas)
+    scale = xp.sum(state.scales, -1, keepdims=True)  # S, [tuners, 1]
+
+    some_param_sq = xp.where(param_sq > 0, param_sq, 1.0)  # where |x| = 0, <Delta,x> is 0 as well
+    feedback = delta_grad + config.decay * scale * xp.sqrt(grad_sq / some_param_sq) * delta_param  # h
+
+    largest_feedback = xp.maximum(betas * state.largest_feedback, xp.abs(feedback))
+    variance = betas**2 * state.variance + feedback**2
+    reward = xp.clip(betas * state.reward - state.scales * feedback, 0.0, None)
+
+    first_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
+    initial_norm = xp.where(state.initial_norm > 0, state.initial_norm, first_norm)
+    largest_delta = xp.maximum(state.largest_delta, xp.sqrt(delta_sq))
+    if config.relative_start:
+        # What is staked for free moves x by at most this fraction of |x_1|, whatever the units of the base.
+        some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
+        s_init = xp.where(largest_delta > 0, config.s_init * initial_norm / some_delta, 0.0)
+    else:
+        s_init = config.s_init
+
+    wealth = s_init * largest_feedback / n + reward  # W
+    scales = wealth / xp.where(variance > 0, xp.sqrt(variance) + config.eps, 1.0)
+    if config.guard:
+        # Near interpolation one bad batch can zero every reward, and x would snap back to its start.
+        fallen = scale / 2 - xp.sum(scales, -1, keepdims=True)
+        scales = scales + xp.clip(fallen, 0.0, None) / n
+
+    proposed = TunerState(largest_feedback, variance, reward, scales, initial_norm, largest_delta)
+    usable = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback**2) & (grad_sq > 0)
+    return TunerState(*(xp.where(usable, new, old) for new, old in zip(proposed, state, strict=True)))

@@ -1,0 +1,136 @@
+"""Algorithm 1 of the paper, line by line in NumPy float64: what every implementation is held against.
+
+Each line carries the number of the paper's line. Where the print cannot be taken literally a flag says so;
+``Departures.none()`` is the print. Nothing is shared with the library but the paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+BASE_BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+
+
+@dataclasses.dataclass(frozen=True)
+class Departures:
+    """Where we leave the print; the reasons are in docs/departures.md."""
+
+    absolute_feedback: bool = True  # line 11: |h|, not h
+    stored_delta: bool = True  # line 8 skipped
+    reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
+    relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
+    guard: bool = True  # after line 16: S falls by at most one half
+    idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
+
+    @classmethod
+    def none(cls) -> Departures:
+        return cls(*([False] * len(dataclasses.fields(cls))))
+
+    @classmethod
+    def only_what_must_be(cls) -> Departures:
+        """``TunerConfig.paper()``."""
+        return cls(relative_start=False, guard=False)
+
+
+class Oracle:
+    """Algorithm 1 around a base given as a function (x_t, g_t) -> u_t."""
+
+    def __init__(
+        self,
+        base: Callable[[Floats, Floats], Floats],
+        x: npt.ArrayLike,
+        *,
+        betas: tuple[float, ...] = BASE_BETAS,
+        lam: float = 0.01,
+        s_init: float = 0.01,
+        eps: float = 1e-8,
+        departures: Departures | None = None,
+    ) -> None:
+        self.base, self.lam, self.s_init, self.eps = base, lam, s_init, eps  # 1
+        self.departures = departures or Departures()
+        self.beta, self.n = np.array(betas), len(betas)
+        self.v, self.r, self.m = (np.zeros(self.n) for _ in range(3))  # 2
+        self.x = self.x_ref = np.array(x, dtype=np.float64)  # 2
+        self.delta = np.zeros_like(self.x)  # 3
+        self.s = self.s_before = np.zeros(self.n)  # 4
+        self.largest_delta = 0.0
+        self.initial_norm = 0.0
+
+    @property
+    def scale(self) -> float:
+        return float(self.s.sum())
+
+    def step(self, g: Floats) -> None:
+        """One pass of the loop, line 5, with the gradient of line 6."""
+        d, x = self.departures, self.x
+        u = self.base(x, g)  # 7
+        delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
+        self.delta = delta + u  # 9
+        if not (d.idle_steps_kept and not (np.isfinite(g).all() and g.any())):
+            self._tune(g, x, delta)
+        self.x = self.x_ref + self.scale * self.delta  # 17
+
+    def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:
+        d, norm = self.departures, np.linalg.norm
+        pull = self.lam * self.scale * norm(g) * x / norm(x) if norm(x) > 0 else 0.0 * x
+        h = float(np.vdot(delta, g + pull))  # 10
+        self.m = np.maximum(self.beta * self.m, abs(h) if d.absolute_feedback else h)  # 11
+        self.v = self.beta**2 * self.v + h**2  # 12
+        self.r = self.beta * self.r - (self.s if d.reward_of_scale_in_force else self.s_before) * h  # 13
+        self.r = np.maximum(0, self.r)  # 14
+        wealth = self._s_init(x, delta) * self.m / self.n + self.r  # 15
+        s = wealth / (np.sqrt(self.v) + self.eps)  # 16
+        if d.guard and s.sum() < self.scale / 2:
+            s = s + (self.scale / 2 - s.sum()) / self.n
+        self.s_before, self.s = self.s, s
+
+    def _s_init(self, x: Floats, delta: Floats) -> float:
+        if not self.departures.relative_start:
+            return self.s_init
+        if self.initial_norm == 0:
+            self.initial_norm = float(np.linalg.norm(x)) or 1e-3
+        self.largest_delta = max(self.largest_delta, float(np.linalg.norm(delta)))
+        return self.s_init * self.initial_norm / self.largest_delta if self.largest_delta > 0 else 0.0
+
+
+# Bases, written here once more so that no line of torch is trusted. Each takes lr as a function of the step.
+
+
+class SGD:
+    def __init__(self, lr: Callable[[int], float], momentum: float = 0.0) -> None:
+        self.lr, self.momentum, self.t, self.buffer = lr, momentum, 0, 0.0
+
+    def __call__(self, x: Floats, g: Floats) -> Floats:
+        self.buffer = g if self.t == 0 else self.momentum * self.buffer + g
+        self.t += 1
+        return -self.lr(self.t - 1) * self.buffer
+
+
+class AdamW:
+    def __init__(self, lr: Callable[[int], float], weight_decay: float = 0.01) -> None:
+        self.lr, self.weight_decay, self.t = lr, weight_decay, 0
+        self.first, self.second = 0.0, 0.0
+
+    def __call__(self, x: Floats, g: Floats) -> Floats:
+        lr = self.lr(self.t)
+        self.t += 1
+        self.first = 0.9 * self.first + 0.1 * g
+        self.second = 0.999 * self.second + 0.001 * g**2
+        first, second = self.first / (1 - 0.9**self.t), self.second / (1 - 0.999**self.t)
+        return -lr * (self.weight_decay * x + first / (np.sqrt(second) + 1e-8))
+
+
+class Lion:
+    def __init__(self, lr: Callable[[int], float], weight_decay: float = 0.0) -> None:
+        self.lr, self.weight_decay, self.t, self.momentum = lr, weight_decay, 0, 0.0
+
+    def __call__(self, x: Floats, g: Floats) -> Floats:
+        direction = np.sign(0.9 * self.momentum + 0.1 * g)
+        self.momentum = 0.99 * self.momentum + 0.01 * g
+        self.t += 1
+        return -self.lr(self.t - 1) * (direction + self.weight_decay * x)

@@ -1,0 +1,68 @@
+"""A small real task: scikit-learn's digits and an MLP."""
+
+import functools
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+
+@functools.cache
+def digits(dtype=torch.float32):
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=dtype), torch.tensor(labels)
+
+
+def mlp(*, hidden=32, bias=True, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(64, hidden, bias=bias), torch.nn.ReLU(), torch.nn.Linear(hidden, 10, bias=bias)
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def batch(step, size=32, dtype=torch.float32):
+    images, labels = digits(dtype)
+    chosen = torch.randint(len(images), (size,), generator=torch.Generator().manual_seed(step))
+    return images[chosen], labels[chosen]
+
+
+def backward(model, step, size=32):
+    """Fill .grad with the gradient of one batch; returns the loss."""
+    images, labels = batch(step, size, next(model.parameters()).dtype)
+    loss = cross_entropy(model(images), labels)
+    loss.backward()
+    return loss.item()
+
+
+def train(model, optimizer, steps, *, first=0, size=32, scheduler=None):
+    """The plain training loop; returns the loss over all the data at its end."""
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, step, size)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return train_loss(model)
+
+
+@torch.no_grad()
+def train_loss(model):
+    images, labels = digits(next(model.parameters()).dtype)
+    return cross_entropy(model(images), labels).item()
+
+
+def scale(optimizer):
+    """S of the one tuner."""
+    return optimizer.param_groups[0]["mechanic_tuner"][4].sum().item()
+
+
+def snapshot(model, optimizer):
+    """Everything that training has moved, for comparing bit for bit: parameters, Delta, tuner."""
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [
+        state[key] for state in optimizer.state.values() for key in sorted(state) if torch.is_tensor(state[key])
+    ]
+    return [t.clone() for t in [*tensors, *(group["mechanic_tuner"] for group in optimizer.param_groups)]]
+
+
+def same_bits(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

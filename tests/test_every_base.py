@@ -1,0 +1,332 @@
+"""What must hold around every base optimizer. Rows in bases.py, behaviours here."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from bases import Base, every_base
+from mechanic.torch import Mechanic
+from task import backward, same_bits, scale, snapshot, train, train_loss
+
+SCHEDULERS = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda t: min(1, (t + 1) / 5)),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(opt, 7)], [3]
+    ),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.01, total_steps=10, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1, threshold=10.0),
+}
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@every_base
+def test_trains(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    start = train_loss(model)
+    train(model, optimizer, 3)
+    assert scale(optimizer) > 0
+    assert train(model, optimizer, 57, first=3) < start / 2
+
+
+@every_base
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler_writes_the_learning_rate_as_on_the_bare_base(base: Base, name):
+    bare_model, model = base.model(), base.model()
+    bare, optimizer = base.make(bare_model.parameters()), base.wrap(model)
+    bare_schedule, schedule = SCHEDULERS[name](bare), SCHEDULERS[name](optimizer)
+    seen = []
+    optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append(float(opt.param_groups[0]["lr"])))
+    written = []
+    for step in range(9):
+        for m, opt, sched in ((bare_model, bare, bare_schedule), (model, optimizer, schedule)):
+            opt.zero_grad()
+            backward(m, step)
+            opt.step()
+            sched.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        written.append(float(optimizer.param_groups[0]["lr"]))
+        assert optimizer.param_groups[0]["lr"] == bare.param_groups[0]["lr"]
+    # The base runs at the schedule's shape: its peak counts as 1.
+    unit = 0.01 if name == "OneCycleLR" else 1.0
+    assert seen[1:] == pytest.approx([lr / unit for lr in written[:-1]])
+    assert len(set(written)) > 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@every_base
+def test_a_scheduler_attached_before_wrapping_does_not_change_the_unit(base: Base):
+    model = base.model()
+    inner = base.make(model.parameters())
+    schedule = lr_scheduler.LambdaLR(inner, lambda t: t / 10)  # starts at lr = 0
+    optimizer = Mechanic(inner)
+    train(model, optimizer, 12, scheduler=schedule)
+    assert optimizer.param_groups[0]["mechanic_unit"] == 1.0
+    assert scale(optimizer) > 0
+
+
+@every_base
+def test_grad_scaler_skips_a_step_with_inf_without_a_trace(base: Base):
+    def run(poisoned: bool):
+        model = base.model()
+        optimizer = base.wrap(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000, backoff_factor=0.9999999)
+        for step in range(8):
+            if poisoned and step == 4:
+                backward(model, 99)
+                next(model.parameters()).grad[0, 0] = float("inf")
+                before = snapshot(model, optimizer)
+                scaler.step(optimizer)
+                scaler.update(8.0)
+                assert same_bits(before, snapshot(model, optimizer))
+            optimizer.zero_grad()
+            backward(model, step)
+            for p in model.parameters():
+                p.grad.mul_(scaler.get_scale())
+            scaler.scale(torch.zeros(()))  # the scaler wants to have been used
+            scaler.step(optimizer)
+            scaler.update()
+        return snapshot(model, optimizer)
+
+    assert same_bits(run(poisoned=True), run(poisoned=False))
+
+
+@every_base
+def test_accumulated_and_clipped_gradients(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    start = train_loss(model)
+    for step in range(40):
+        optimizer.zero_grad()
+        backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    assert train_loss(model) < start / 1.5
+
+
+@every_base
+def test_closure_gives_the_same_bits_and_its_loss(base: Base):
+    models = base.model(), base.model()
+    optimizers = [base.wrap(model) for model in models]
+    for step in range(5):
+        optimizers[0].zero_grad()
+        loss = backward(models[0], step)
+        optimizers[0].step()
+
+        def closure(step=step):
+            assert torch.is_grad_enabled()
+            optimizers[1].zero_grad()
+            return backward(models[1], step)
+
+        assert optimizers[1].step(closure) == loss
+    assert same_bits(*(snapshot(m, o) for m, o in zip(models, optimizers, strict=True)))
+
+
+def trained_with_signed_gradients(model, optimizer, sign):
+    for step in range(8):
+        optimizer.zero_grad()
+        backward(model, step)
+        for p in model.parameters():
+            p.grad.mul_(sign)
+        optimizer.step()
+    return weights(model)
+
+
+@every_base
+def test_maximize_mirrors_minimize_where_the_bare_base_does(base: Base):
+    if not base.has_maximize:
+        pytest.skip(f"{base.name} cannot ascend")
+    results = []
+    for make in (lambda model, **o: base.make(model.parameters(), **o), base.wrap):
+        down, up = base.model(), base.model()
+        minimized = trained_with_signed_gradients(down, make(down), 1)
+        maximized = trained_with_signed_gradients(up, make(up, maximize=True), -1)
+        results.append(same_bits(minimized, maximized))
+    bare, ours = results
+    assert bare == ours
+    assert bare or base.name == "Adan"  # which flips only part of what it keeps
+
+
+@every_base
+def test_every_hook_fires_once_per_step(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    calls = []
+
+    def hook(name):
+        return lambda opt, *_: calls.append((name, type(opt)))
+
+    handles = [
+        register_optimizer_step_pre_hook(hook("global pre")),
+        register_optimizer_step_post_hook(hook("global post")),
+        optimizer.register_step_pre_hook(hook("pre")),
+        optimizer.register_step_post_hook(hook("post")),
+        optimizer.base.register_step_pre_hook(hook("base pre")),
+        optimizer.base.register_step_post_hook(hook("base post")),
+    ]
+    try:
+        train(model, optimizer, 2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    inner = type(optimizer.base)
+    once = [("global pre", Mechanic), ("pre", Mechanic), ("base pre", inner)]
+    once += [("base post", inner), ("post", Mechanic), ("global post", Mechanic)]
+    assert calls == once * 2
+
+
+@every_base
+def test_a_group_added_in_mid_training_joins_the_tuner(base: Base):
+    model = base.model()
+    first, second = model[0].parameters(), model[2].parameters()
+    optimizer = Mechanic(base.make(list(first)))
+    train(model, optimizer, 5)
+    learned, untouched = scale(optimizer), weights(model[2])
+    optimizer.add_param_group({"params": list(second)})
+    assert optimizer.param_groups[1]["mechanic_tuner"].equal(optimizer.param_groups[0]["mechanic_tuner"])
+    assert learned > 0
+    train(model, optimizer, 5, first=5)
+    assert not same_bits(untouched, weights(model[2]))
+    assert optimizer.param_groups[1]["mechanic_tuner"].equal(optimizer.param_groups[0]["mechanic_tuner"])
+
+
+@every_base
+def test_parameters_without_gradient_now_and_then_or_always(base: Base):
+    model = base.model()
+    never = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = Mechanic(base.make([*model.parameters(), never]))
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step % 3 == 1:
+            model[0].weight.grad = None
+            old_scale, old = scale(optimizer), model[0].weight.detach().clone()
+            delta = optimizer.state[model[0].weight]["mechanic_delta"].clone()
+            optimizer.step()
+            moved_by = (scale(optimizer) - old_scale) * delta
+            torch.testing.assert_close(model[0].weight.detach(), old + moved_by, rtol=0, atol=1e-6)
+        else:
+            optimizer.step()
+    assert never.equal(torch.ones(3, 3))
+    assert scale(optimizer) > 0
+
+
+@every_base
+def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    train(model, optimizer, 5)
+    frozen = weights(model[0])
+    model[0].requires_grad_(False)  # with its last gradient still in place
+    for step in range(5, 10):
+        optimizer.step()
+        for p in model[2].parameters():
+            p.grad = None
+        backward(model, step)
+    assert same_bits(frozen, weights(model[0]))
+    model[0].requires_grad_(True)
+    optimizer.zero_grad()
+    backward(model, 10)
+    optimizer.step()
+    now = weights(model[0])
+    assert not same_bits(frozen, now)
+    assert max((a - b).abs().max() for a, b in zip(frozen, now, strict=True)) < 1.0
+
+
+@every_base
+def test_a_step_without_any_gradient_changes_nothing(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    optimizer.step()
+    assert scale(optimizer) == 0
+    train(model, optimizer, 5)
+    optimizer.zero_grad()
+    before = weights(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
+    optimizer.step()
+    assert same_bits(before[0], weights(model))
+    assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
+
+
+@every_base
+def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base):
+    """torch.distributed.checkpoint makes such a step to fill the state of an optimizer it will load into."""
+    model = base.model()
+    optimizer = base.wrap(model)
+    train(model, optimizer, 5)
+    before = weights(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0) if torch.is_tensor(group["lr"]) else 0.0
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
+    if base.steps_by_an_earlier_lr:
+        pytest.skip(f"a bare {base.name} moves on such a step as well")
+    assert same_bits(before[0], weights(model))
+
+
+@every_base
+def test_a_write_to_the_parameters_between_steps_survives(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    train(model, optimizer, 10)
+    optimizer.zero_grad()
+    backward(model, 10)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(100)
+    optimizer.step()
+    assert all((p > 50).all() and (p < 150).all() for p in model.parameters())
+
+
+@every_base
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_with_the_same_bits(base: Base, how):
+    if base.loses_attributes_when_copied:
+        pytest.skip(f"a bare {base.name} cannot step after it was copied either")
+    model = base.model()
+    optimizer = base.wrap(model)
+    train(model, optimizer, 5)
+    pair = model, optimizer
+    twin_model, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert twin_model[0].weight is twin.param_groups[0]["params"][0]
+    train(model, optimizer, 5, first=5)
+    train(twin_model, twin, 5, first=5)
+    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+
+
+@every_base
+def test_a_base_that_raises_leaves_no_trace(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+    train(model, optimizer, 4)
+    optimizer.zero_grad()
+    backward(model, 4)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    def mechanics():
+        deltas = [optimizer.state[p]["mechanic_delta"].clone() for p in model.parameters()]
+        return [*weights(model), *deltas, optimizer.param_groups[0]["mechanic_tuner"].clone()]
+
+    before, lr = mechanics(), optimizer.param_groups[0]["lr"]
+    handle = optimizer.base.register_step_post_hook(fail)
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                optimizer.step()
+            assert torch.is_grad_enabled() is grad_mode
+    handle.remove()
+    assert same_bits(before, mechanics())
+    assert optimizer.param_groups[0]["lr"] is lr
+    train(model, optimizer, 1, first=4)
+    assert not same_bits(before, mechanics())

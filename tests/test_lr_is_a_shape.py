@@ -1,0 +1,73 @@
+"""The learning rate passed does not matter; only its course over time does."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from bases import BY_NAME
+from mechanic.torch import Mechanic
+from task import scale, train
+
+LRS = (1e-6, 1e-3, 1.0, 1e3, 1e6)
+STEPS = 250
+
+
+def cosine(optimizer, lr):
+    return lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+
+def one_cycle(optimizer, lr):
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=STEPS, cycle_momentum=False)
+
+
+def final_loss(base, schedule, *, lr, peak):
+    model = base.model()
+    optimizer = base.wrap(model, lr=lr)
+    return train(model, optimizer, STEPS, scheduler=schedule(optimizer, peak))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion"])
+@pytest.mark.parametrize("schedule", [cosine, one_cycle])
+def test_every_learning_rate_gives_the_same_loss(name, schedule):
+    base = BY_NAME[name]
+    if schedule is cosine:
+        losses = [final_loss(base, schedule, lr=lr, peak=None) for lr in LRS]
+    else:  # which overwrites the learning rate the base was built with
+        losses = [final_loss(base, schedule, lr=1.0, peak=lr) for lr in LRS]
+    assert losses[2] < 0.2
+    assert max(losses) <= 1.01 * min(losses)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion", "SOAP", "Adafactor"])
+def test_learning_rates_a_power_of_two_apart_give_the_same_bits(name):
+    """Where dividing by the unit is exact, nothing downstream can differ."""
+    base = BY_NAME[name]
+    courses = []
+    for lr in (1.0, 2.0**-20, 2.0**10):
+        model = base.model()
+        optimizer = base.wrap(model, lr=lr)
+        train(model, optimizer, 30, scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 30))
+        courses.append((scale(optimizer), *(p.sum().item() for p in model.parameters())))
+    assert courses[0] == courses[1] == courses[2]
+
+
+def test_ratios_between_groups_of_one_tuner_stay():
+    model = BY_NAME["SGD"].model()
+    groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-4}]
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=7.0))
+    assert [group["mechanic_unit"] for group in optimizer.param_groups] == [1e-3, 1e-3]
+    seen = []
+    optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))
+    train(model, optimizer, 1)
+    assert seen == [[1.0, pytest.approx(0.1)]]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4]
+
+
+def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak():
+    model = BY_NAME["SGD"].model()
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0), unit=0.05)
+    schedule = lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.05, step_size_up=5, cycle_momentum=False)
+    seen = []
+    optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    train(model, optimizer, 10, scheduler=schedule)
+    assert max(seen) == pytest.approx(1.0)

@@ -1,0 +1,110 @@
+"""Parameters of every kind: tied, scalar, empty, strided, double, complex, and on several devices."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mechanic.torch import Mechanic
+from task import scale
+
+
+def descend(params, loss, steps=60, **options):
+    optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, weight_decay=0.0), **options)
+    first = loss().item()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return optimizer, first, loss().item()
+
+
+def test_tied_weights_are_one_parameter():
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, head)
+    tokens = torch.arange(7)
+    optimizer, first, last = descend(
+        model.parameters(), lambda: torch.nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+    )
+    assert len(optimizer.state) == 1
+    assert last < first / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scalars_and_empty_tensors(dtype):
+    scalar = torch.nn.Parameter(torch.tensor(3.0, dtype=dtype))
+    empty = torch.nn.Parameter(torch.zeros(0, 4, dtype=dtype))
+    optimizer, first, last = descend([scalar, empty], lambda: (scalar - 1) ** 2 + empty.sum())
+    assert last < first / 100
+    assert optimizer.state[scalar]["mechanic_delta"].dtype == dtype
+
+
+def test_strides_do_not_matter():
+    torch.manual_seed(0)
+    values, target = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
+    courses = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        weight = torch.nn.Parameter(values.clone(memory_format=memory_format))
+        optimizer, _, last = descend([weight], lambda w=weight: (w - target).square().mean())
+        assert optimizer.state[weight]["mechanic_delta"].stride() == weight.stride()
+        courses.append((scale(optimizer), last))
+    assert courses[0] == pytest.approx(courses[1], rel=1e-9)
+
+
+def test_complex_parameters_follow_their_real_twin():
+    """<a, b> is Re<a, b>: SGD on a complex parameter is SGD on its real and imaginary parts."""
+    torch.manual_seed(0)
+    start, target = torch.randn(2, 6, dtype=torch.complex128)
+    weight, twin = torch.nn.Parameter(start), torch.nn.Parameter(torch.view_as_real(start).clone())
+    optimizers = [Mechanic(torch.optim.SGD([p], lr=1.0, momentum=0.9)) for p in (weight, twin)]
+    for _ in range(50):
+        for p, optimizer in zip((weight, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            difference = (p if p.is_complex() else torch.view_as_complex(p)) - target
+            difference.abs().square().sum().backward()
+            optimizer.step()
+    assert scale(optimizers[0]) == pytest.approx(scale(optimizers[1]), rel=1e-9)
+    torch.testing.assert_close(torch.view_as_real(weight.detach()), twin.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_dtypes_may_be_mixed():
+    single, double = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer, first, last = descend([single, double], lambda: (single.double() * double - 0.25).square().sum())
+    assert last < first / 10
+    assert optimizer.state[double]["mechanic_delta"].dtype == torch.float64
+
+
+def test_parameters_on_several_devices():
+    """Fake devices check every placement; the arithmetic is the same as on one."""
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(torch.ones(3, device=device)) for device in ("cuda:0", "cuda:1", "cpu")]
+        optimizer = Mechanic(torch.optim.SGD(params, lr=1.0, momentum=0.9))
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        assert optimizer.param_groups[0]["mechanic_tuner"].device == torch.device("cuda:0")
+        assert all(optimizer.state[p]["mechanic_delta"].device == p.device for p in params)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_and_the_cpu_together_follow_the_cpu_alone():
+    torch.manual_seed(0)
+    start = torch.randn(2, 50, dtype=torch.float64)
+    results = []
+    for devices in (("cuda", "cpu"), ("cpu", "cpu")):
+        params = [torch.nn.Parameter(x.to(device)) for x, device in zip(start, devices, strict=True)]
+        descend(params, lambda params=params: sum((p.cpu() - 1).square().sum() for p in params))
+        results.append(torch.stack([p.detach().cpu() for p in params]))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=0)
+
+
+def test_a_tuner_loaded_on_another_device_follows_the_parameters():
+    with FakeTensorMode():
+        p = torch.nn.Parameter(torch.ones(3, device="cuda:0"))
+        optimizer = Mechanic(torch.optim.AdamW([p], lr=1.0))
+        optimizer.param_groups[0]["mechanic_tuner"] = optimizer.param_groups[0]["mechanic_tuner"].to("cpu")
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer.param_groups[0]["mechanic_tuner"].device == p.device

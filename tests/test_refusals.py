@@ -1,0 +1,74 @@
+"""What cannot be wrapped is refused with a message that says what to do."""
+
+import prodigyopt
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+from torch import optim
+
+from mechanic.torch import Mechanic
+
+
+def params():
+    return [torch.nn.Parameter(torch.ones(3, 3))]
+
+
+REFUSED = {
+    "LBFGS": (lambda: optim.LBFGS(params()), "several gradients"),
+    "SAM": (lambda: pytorch_optimizer.SAM(params(), optim.SGD, lr=1.0), "several gradients"),
+    "SparseAdam": (lambda: optim.SparseAdam(params()), "use Adam and sparse=False"),
+    "Schedule-Free": (lambda: schedulefree.AdamWScheduleFree(params()), "iterates of its own"),
+    "Lookahead": (lambda: pytorch_optimizer.Lookahead(optim.SGD(params(), lr=1.0)), "iterates of its own"),
+    "Prodigy": (lambda: prodigyopt.Prodigy(params()), "already learns the size"),
+    "D-Adaptation": (lambda: pytorch_optimizer.DAdaptAdam(params()), "already learns the size"),
+    "Mechanic": (lambda: Mechanic(optim.SGD(params(), lr=1.0)), "already learns the size"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bases_that_cannot_work(name):
+    make, reason = REFUSED[name]
+    with pytest.raises(TypeError, match=f"cannot wrap {type(make()).__name__}: it .*{reason}"):
+        Mechanic(make())
+
+
+def test_a_class_instead_of_an_instance():
+    with pytest.raises(TypeError, match=r"got the class SGD; write Mechanic\(SGD\(params, lr=1\.0\)\)"):
+        Mechanic(optim.SGD)
+
+
+def test_something_else_instead_of_an_optimizer():
+    with pytest.raises(TypeError, match=r"wraps a torch\.optim\.Optimizer instance, got Linear"):
+        Mechanic(torch.nn.Linear(1, 1))
+
+
+def test_a_base_that_is_wrapped_already():
+    base = optim.SGD(params(), lr=1.0)
+    Mechanic(base)
+    with pytest.raises(ValueError, match="already wrapped"):
+        Mechanic(base)
+
+
+def test_differentiable():
+    with pytest.raises(ValueError, match="without differentiable=True"):
+        Mechanic(optim.SGD(params(), lr=1.0, differentiable=True))
+
+
+def test_every_learning_rate_zero():
+    with pytest.raises(ValueError, match=r"every learning rate is 0.*any positive lr"):
+        Mechanic(optim.SGD(params(), lr=0.0))
+
+
+@pytest.mark.parametrize("unit", [0.0, -1.0, float("nan")])
+def test_a_unit_that_is_no_learning_rate(unit):
+    with pytest.raises(ValueError, match="unit must be a positive learning rate"):
+        Mechanic(optim.SGD(params(), lr=1.0), unit=unit)
+
+
+def test_sparse_gradients():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = Mechanic(optim.SGD(embedding.parameters(), lr=1.0))
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"dense gradients, got one of layout torch\.sparse_coo"):
+        optimizer.step()

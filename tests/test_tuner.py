@@ -1,0 +1,128 @@
+"""The tuner by itself: one function for NumPy and torch, and what it must never do."""
+
+import numpy as np
+import pytest
+import torch
+
+from mechanic import TunerConfig
+from mechanic.tuner import TunerState, total_scale, update
+
+CONFIGS = [TunerConfig(), TunerConfig.paper(), TunerConfig(betas=(1.0,), eps=0.0, guard=False)]
+
+
+def random_sums(rng, tuners=3):
+    """Sums of vectors that exist, so that Cauchy-Schwarz holds."""
+    delta, grad, param = rng.normal(size=(3, tuners, 10))
+    pairs = ((delta, grad), (delta, param), (grad, grad), (param, param), (delta, delta))
+    return np.stack([(a * b).sum(-1) for a, b in pairs], -1)
+
+
+def play(config, sums, tuners=3, state=None):
+    state = state or TunerState(*np.zeros((6, tuners, len(config.betas))))
+    for row in sums:
+        state = update(state, row, np.array(config.betas), config, np)
+    return state
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_numpy_and_torch_agree(config):
+    rng = np.random.default_rng(0)
+    state = TunerState(*np.zeros((6, 3, len(config.betas))))
+    twin = TunerState(*torch.zeros(6, 3, len(config.betas), dtype=torch.float64))
+    betas = np.array(config.betas)
+    for _ in range(50):
+        sums = random_sums(rng)
+        state = update(state, sums, betas, config, np)
+        twin = update(twin, torch.tensor(sums), torch.tensor(betas), config, torch)
+        for array, tensor in zip(state, twin, strict=True):
+            np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-12)
+    assert (total_scale(state, np) > 0).all()
+
+
+def test_rows_do_not_see_each_other():
+    rng = np.random.default_rng(1)
+    sums = [random_sums(rng) for _ in range(20)]
+    together = play(TunerConfig(), sums)
+    for row in range(3):
+        alone = play(TunerConfig(), [s[row : row + 1] for s in sums], tuners=1)
+        for a, b in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(a[row : row + 1], b)
+
+
+@pytest.mark.parametrize("column", range(5))
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_row_with_a_bad_sum_is_kept_and_the_others_go_on(column, bad):
+    rng = np.random.default_rng(2)
+    state = play(TunerConfig(), [random_sums(rng) for _ in range(10)])
+    sums = random_sums(rng)
+    good = play(TunerConfig(), [sums], state=state)
+    sums[1, column] = bad
+    with np.errstate(invalid="ignore"):
+        after = play(TunerConfig(), [sums], state=state)
+    for new, expected, old in zip(after, good, state, strict=True):
+        np.testing.assert_array_equal(new[1], old[1])
+        np.testing.assert_array_equal(new[[0, 2]], expected[[0, 2]])
+
+
+def test_a_row_without_gradient_is_kept():
+    rng = np.random.default_rng(3)
+    state = play(TunerConfig(), [random_sums(rng) for _ in range(10)])
+    sums = random_sums(rng)
+    sums[:, [0, 2]] = 0
+    for new, old in zip(play(TunerConfig(), [sums] * 100, state=state), state, strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_the_guard_lets_the_scale_fall_by_half_at_most():
+    won, blow = [[-1.0, 0, 1, 1, 1]], [[1e3, 0, 1e6, 1, 1]]
+
+    def fall(guard):
+        config = TunerConfig(guard=guard)
+        state = play(config, [np.array(won)] * 50, tuners=1)
+        struck = play(config, [np.array(blow)], tuners=1, state=state)
+        return (total_scale(struck, np) / total_scale(state, np)).item()
+
+    assert fall(guard=False) < 0.01
+    assert fall(guard=True) == pytest.approx(0.5)
+
+
+def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units():
+    for unit_of_x, unit_of_delta in ((1.0, 1.0), (1e-6, 1e3), (1e5, 1e-8)):
+        sums = np.array([[-unit_of_delta, 0.0, 1.0, unit_of_x**2, unit_of_delta**2]])
+        state = play(TunerConfig(eps=0.0), [sums], tuners=1)
+        assert total_scale(state, np).item() * unit_of_delta == pytest.approx(0.01 * unit_of_x)
+
+
+def test_all_zero_parameters_still_start():
+    sums = np.array([[-1.0, 0.0, 1.0, 0.0, 1.0]])
+    assert total_scale(play(TunerConfig(eps=0.0), [sums], tuners=1), np).item() == pytest.approx(0.01 * 1e-3)
+
+
+def test_the_papers_first_scale_is_s_init():
+    sums = np.array([[-1.0, 0.0, 1.0, 1.0, 1.0]])
+    assert total_scale(play(TunerConfig.paper(), [sums], tuners=1), np).item() == pytest.approx(1e-8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"betas": ()}, "betas"),
+        ({"betas": (0.9, 1.1)}, "betas"),
+        ({"s_init": 0.0}, "S never leaves 0"),
+        ({"s_init": float("nan")}, "s_init"),
+        ({"decay": -1.0}, "decay must be non-negative"),
+        ({"eps": float("inf")}, "eps must be non-negative and finite"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TunerConfig(**fields)
+
+
+def test_a_config_may_be_a_dict_of_known_fields():
+    assert TunerConfig.of({"decay": 0.1}) == TunerConfig(decay=0.1)
+    assert TunerConfig.of(None) == TunerConfig()
+    with pytest.raises(TypeError, match="no field lamda; the fields are betas, decay"):
+        TunerConfig.of({"lamda": 0.1})
+    with pytest.raises(TypeError, match=r"TunerConfig or a dict of its fields, got 0\.1"):
+        TunerConfig.of(0.1)
