@@ -48,7 +48,8 @@ def runs(tmp_path_factory):
         train(model, optimizer, STEPS, first=STEPS, scheduler=schedule)
         uninterrupted[base.name] = snapshot(model, optimizer)
     subprocess.run([sys.executable, __file__, folder], check=True, timeout=120, cwd=Path(__file__).parent)
-    return {base.name: (torch.load(path_of(base, folder, "resumed")), uninterrupted[base.name]) for base in BASES}
+    resumed = {base.name: torch.load(path_of(base, folder, "resumed"), weights_only=True) for base in BASES}
+    return {name: (resumed[name], uninterrupted[name]) for name in uninterrupted}
 
 
 @every_base

@@ -57,3 +57,14 @@ def _reason_to_refuse(base: Optimizer) -> str | None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         return _SEVERAL_GRADIENTS
     return None
+
+
+_LINEAR_IN_LR = {
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Muon"),
+    *("Lion", "ADOPT", "SOAP", "Adan", "Lamb"),
+}
+
+
+def is_linear_in_lr(base: Optimizer) -> bool:
+    """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr."""
+    return type(base).__name__ in _LINEAR_IN_LR

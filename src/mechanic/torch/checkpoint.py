@@ -4,42 +4,51 @@ Everything lives where PyTorch's checkpoint routes look: Delta beside the base's
 parameter, the tuner in each param group. Only tensors, ints and floats are stored, which is what
 ``torch.load(weights_only=True)`` and torch.distributed.checkpoint both take.
 
-===================  ========================  ==================================================
+===================  ========================  =====================================================
 where                key                       what
-===================  ========================  ==================================================
-``state[p]``         ``mechanic_delta``        Delta, shaped and placed like p, at least float32
+===================  ========================  =====================================================
+``state[p]``         ``mechanic_delta``        Delta, shaped and placed like p, at least float32;
+                                               none once the scale is frozen
+``state[p]``         ``mechanic_residual``     of half-precision p only: what rounding cut off
 ``param_groups[i]``  ``mechanic_format``       1, the number of this layout
 ``param_groups[i]``  ``mechanic_row``          which tuner the group belongs to
 ``param_groups[i]``  ``mechanic_tuner``        [7, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``         the learning rate that counts as 1
-===================  ========================  ==================================================
+``param_groups[i]``  ``mechanic_frozen``       S, where it has been frozen
+``param_groups[i]``  ``mechanic_skipped``      how many steps were skipped, where any was
+``param_groups[i]``  ``d``                     S / unit, the factor that ``lr`` is really applied with
+===================  ========================  =====================================================
 """
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
 
 FORMAT = 1
 DELTA = "mechanic_delta"
+RESIDUAL = "mechanic_residual"
+STATE_KEYS = (DELTA, RESIDUAL)
 GROUP_KEYS = ("mechanic_format", "mechanic_row", "mechanic_tuner", "mechanic_unit")
+OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "d")
 
 StateDict = dict[str, Any]
 
 
-def without_deltas(state_dict: StateDict) -> tuple[StateDict, dict[Any, torch.Tensor]]:
-    """Take Delta out of a state dict: the base's ``load_state_dict`` would cast it to the parameter's dtype.
+def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, torch.Tensor]]]:
+    """Part Mechanic's tensors from the base's: its ``load_state_dict`` would cast them to the parameter's dtype.
 
-    Returns a shallow copy without Delta, and Delta by parameter id. The argument is left as it was.
+    Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was.
     """
-    deltas = {key: entry[DELTA] for key, entry in state_dict["state"].items() if _holds_delta(entry)}
-    state = {
-        key: {name: value for name, value in entry.items() if name != DELTA} if key in deltas else entry
-        for key, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}, deltas
+    own = {}
+    state = {}
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, dict):
+            own[key] = {name: entry[name] for name in STATE_KEYS if name in entry}
+            entry = {name: value for name, value in entry.items() if name not in STATE_KEYS}
+        state[key] = entry
+    return {**state_dict, "state": state}, own
 
 
 def is_plain(state_dict: StateDict) -> bool:
@@ -82,7 +91,9 @@ def _missing_entries(state_dict: StateDict) -> list[str]:
     # A parameter without any state never had a gradient, and so has no Delta either.
     return missing + [
         f"state[{key!r}][{DELTA!r}]"
-        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for group in state_dict["param_groups"]
+        for key in group["params"]
+        if "mechanic_frozen" not in group
         if (entry := state_dict["state"].get(key)) and not _holds_delta(entry)
     ]
 

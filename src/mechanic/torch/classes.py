@@ -24,8 +24,9 @@ class _MechanizedType(type):
 def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
     """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
 
-    ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; all other arguments go to
-    the base. Called twice with one base it returns the same class, and classes and instances pickle.
+    ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; it, ``per_group=`` and
+    ``skip_nonfinite=`` are Mechanic's, all other arguments go to the base. Called twice with one base it
+    returns the same class, and classes and instances pickle.
 
     Example:
         >>> import torch
@@ -40,9 +41,12 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
         params: ParamsT,
         *args: Any,
         config: TunerConfig | Mapping[str, Any] | None = None,
+        per_group: bool = False,
+        skip_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
-        Mechanic.__init__(self, base_class(params, *args, **kwargs), config=config)
+        base = base_class(params, *args, **kwargs)
+        Mechanic.__init__(self, base, config=config, per_group=per_group, skip_nonfinite=skip_nonfinite)
 
     name = f"Mechanic{base_class.__name__}"
     doc = f"Mechanic around {base_class.__name__}; see :func:`mechanize`."

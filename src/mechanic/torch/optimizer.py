@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, overload
 
@@ -14,12 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from mechanic.torch import checkpoint, vectors
-from mechanic.torch.bases import refuse_unsuitable
-from mechanic.torch.checkpoint import DELTA, FORMAT, StateDict
+from mechanic.torch import checkpoint, groups
+from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
+from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
+from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, STATE_KEYS, StateDict
+from mechanic.torch.groups import Group
 from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 
-Group = dict[str, Any]
+_OPTIONS = ("base", "config", "per_group", "skip_nonfinite", "_unit", "_unit_is_settled")
 
 
 class Mechanic(Optimizer):
@@ -38,6 +39,11 @@ class Mechanic(Optimizer):
         config: a :class:`mechanic.TunerConfig` or a dict of its fields.
         unit: the learning rate that counts as 1. Found by itself, also under ``OneCycleLR``; needed
             only where a scheduler ignores the learning rate the base was built with (``CyclicLR``).
+        per_group: tune every param group apart. Without it, groups that name the same ``"tuner"``
+            share one, and so do those that name none.
+        skip_nonfinite: skip a step, the base's included, where a gradient is not finite, and count it in
+            :attr:`skipped_steps`. Reads one flag per step on the host. Without it such gradients are
+            replaced by zeros, the tuner stays as it was, and the step never waits for the device.
 
     Example:
         >>> import torch
@@ -49,31 +55,42 @@ class Mechanic(Optimizer):
         ...     loss.backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
+        >>> optimizer.scales()["default"] > 0
+        True
 
     Reference: Cutkosky, Defazio, Mehta, "Mechanic: A Learning Rate Tuner", 2023.
     """
 
     base: Optimizer
     config: TunerConfig
+    per_group: bool
+    skip_nonfinite: bool
     _unit: float | None
     _unit_is_settled: bool
 
     def __init__(
-        self, base: Optimizer, *, config: TunerConfig | Mapping[str, Any] | None = None, unit: float | None = None
+        self,
+        base: Optimizer,
+        *,
+        config: TunerConfig | Mapping[str, Any] | None = None,
+        unit: float | None = None,
+        per_group: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
         refuse_unsuitable(base)
         if unit is not None and not unit > 0:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
+        options = base, TunerConfig.of(config), per_group, skip_nonfinite, unit, unit is not None
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__(
-            {"base": base, "config": TunerConfig.of(config), "_unit": unit, "_unit_is_settled": unit is not None}
-        )
-        self._enter_groups(self.param_groups)
-        # torch.distributed.checkpoint makes no step to fill the state of an optimizer that has some
-        # (Adagrad from the start), so there Delta has to be in it already.
+        self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
+        self._enter_groups()
+        if any(is_half_precision(p.dtype) for p in self.state):
+            with widened(self.state):
+                base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
         for p, state in self.state.items():
-            if state:
-                state[DELTA] = _zero_delta(p)
+            # torch.distributed.checkpoint makes no step to fill the state of an optimizer that has some
+            # (Adagrad from the start), so there Delta has to be in it already.
+            state.update(self._own_state(p))
 
     # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
 
@@ -102,34 +119,46 @@ class Mechanic(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if "mechanic_format" not in self.param_groups[0]:
+            raise RuntimeError("this Mechanic has been released; step the optimizer that release() returned")
         self._settle_units()
+        if self.is_frozen:
+            self._step_frozen()
+            return loss
         buckets = self._buckets()
         if not buckets:
             return loss
 
         # Measured before the base steps: it may edit gradients in place.
-        tuners = self._read_tuners(buckets[0].device)
-        betas, *fields = tuners.unbind(1)
-        tuner = TunerState(*fields)
-        tuned = update(tuner, _sum_up(buckets, tuners), betas, self.config, torch)
+        betas, tuner = self._tuners(buckets[0].device)
+        sums = _sum_up(buckets, like=tuner.scales)
+        finite = sums.isfinite().all(-1)  # [tuners]
+        if self.skip_nonfinite:
+            if not finite.all():
+                self._count_skipped_step()
+                return loss
+        else:
+            for bucket in buckets:
+                bucket.discard_grads_unless(finite)
+        tuned = update(tuner, sums, betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
-        before = [[p.clone() for p in bucket.params] if bucket.has_grad else [] for bucket in buckets]
-        with self._base_alone(buckets, before):
+        with self._base_alone(buckets) as stepped:
             self.base.step()
-
-        for bucket, x in zip(buckets, before, strict=True):
-            s, change = (bucket.scalar(value) for value in (scale, new_scale - scale))
-            if bucket.has_grad:
-                vectors.combine(bucket.params, x, bucket.deltas, s, change)
-            else:
-                vectors.rescale(bucket.params, bucket.deltas, change)
-        self._write_tuners(torch.stack([betas, *tuned], 1))
+        for bucket, copies in zip(buckets, stepped, strict=True):
+            bucket.move(copies, scale, new_scale - scale)
+        groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
+        self._show_scales()
         return loss
 
-    def _buckets(self) -> list[_Bucket]:
-        """The trainable parameters with their Delta, in lists that can be worked on as one."""
-        buckets: dict[tuple[Any, ...], _Bucket] = {}
+    def _tuners(self, device: torch.device) -> tuple[Tensor, TunerState]:
+        """The betas and the state of every tuner, each [tuners, n]."""
+        betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
+        return betas, TunerState(*fields)
+
+    def _buckets(self) -> list[Bucket]:
+        """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
+        buckets: dict[tuple[Any, ...], Bucket] = {}
         for group in self.param_groups:
             ascends = group.get("maximize", getattr(self.base, "maximize", False))
             row, sign = group["mechanic_row"], -1.0 if ascends else 1.0
@@ -143,89 +172,164 @@ class Mechanic(Optimizer):
                     )
                 key = (row, sign, p.device, p.dtype, p.grad is not None)
                 if (bucket := buckets.get(key)) is None:
-                    bucket = buckets[key] = _Bucket(*key)
+                    bucket = buckets[key] = Bucket(*key)
                 bucket.params.append(p)
-                delta = self.state[p].get(DELTA) if p in self.state else None
-                bucket.deltas.append(_zero_delta(p) if delta is None else delta)
+                bucket.own.append(self._own_state(p))
         return list(buckets.values())
 
+    def _own_state(self, p: Tensor) -> dict[str, Tensor]:
+        return own_state(p, self.state.get(p, {}), frozen=self.is_frozen)
+
     @contextmanager
-    def _base_alone(self, buckets: list[_Bucket], before: list[list[Tensor]]) -> Iterator[None]:
-        """Let the base step as if Mechanic were not there; where it fails, nothing but its own state has moved."""
-        groups = self.param_groups
-        lrs = [group.get("lr") for group in groups]
+    def _base_alone(self, buckets: list[Bucket], *, scale_lr: bool = False) -> Iterator[list[list[Tensor]]]:
+        """Let the base step as if Mechanic were not there, on copies that are in the list yielded once it is done.
+
+        Where the base fails, nothing but its own state has moved.
+        """
+        param_groups = self.param_groups
+        lrs = [group.get("lr") for group in param_groups]
         # Bases ask whether state[p] is empty to initialise it.
-        deltas = {p: state.pop(DELTA) for p, state in self.state.items() if DELTA in state}
-        # A frozen parameter that still has a gradient would be stepped by the base.
-        frozen = {p: p.grad for p in _params(groups) if not p.requires_grad and p.grad is not None}
+        own = {
+            p: {key: state.pop(key) for key in STATE_KEYS if key in state}
+            for p, state in self.state.items()
+            if DELTA in state or RESIDUAL in state
+        }
+        # The base would step a parameter that is not to be trained but still has a gradient.
+        idle_grads = {p: p.grad for p in groups.params_of(param_groups) if not p.requires_grad and p.grad is not None}
+        stepped: list[list[Tensor]] = []
         try:
-            for group, lr in zip(groups, lrs, strict=True):
+            for group, lr in zip(param_groups, lrs, strict=True):
                 if lr is not None:
-                    group["lr"] = lr / group["mechanic_unit"]
-            for p in frozen:
+                    group["lr"] = lr / group["mechanic_unit"] * (group["mechanic_frozen"] if scale_lr else 1.0)
+            for p in idle_grads:
                 p.grad = None
-            with _global_hooks_silenced():
-                yield
             for bucket in buckets:
-                deltas.update(zip(bucket.params, bucket.deltas, strict=True))
-        except BaseException:
-            # At x + u the parameters would be anywhere: u has not been scaled.
-            for bucket, x in zip(buckets, before, strict=True):
                 if bucket.has_grad:
-                    torch._foreach_copy_(bucket.params, x)
-            raise
+                    bucket.lend()
+            with _global_hooks_silenced():
+                yield stepped
+            for bucket in buckets:
+                own.update(zip(bucket.params, bucket.own, strict=True))
         finally:
-            for group, lr in zip(groups, lrs, strict=True):
+            stepped += [bucket.take_back() for bucket in buckets]
+            for p, grad in idle_grads.items():
+                p.grad = grad
+            for group, lr in zip(param_groups, lrs, strict=True):
                 if lr is not None:
                     group["lr"] = lr
-            for p, grad in frozen.items():
-                p.grad = grad
-            for p, delta in deltas.items():
-                self.state[p][DELTA] = delta
+            for p, entries in own.items():
+                self.state[p].update(entries)
 
-    # Tuners. Each group holds a copy of its row, so that no checkpoint route can part groups that share one.
+    def _enter_groups(self) -> None:
+        groups.enter(self.param_groups, self.config, self._unit, per_group=self.per_group)
+        self._show_scales()
 
-    def _read_tuners(self, device: torch.device) -> Tensor:
-        """[tuners, 7, n]: the betas, then the fields of TunerState."""
-        dtype = vectors.tuner_dtype(device)
-        rows = {}
-        for group in self.param_groups:
-            if group["mechanic_tuner"].device != device:  # the model was moved, or the checkpoint came from elsewhere
-                group["mechanic_tuner"] = group["mechanic_tuner"].to(device, dtype)
-            rows[group["mechanic_row"]] = group["mechanic_tuner"]
-        return torch.stack([rows[row] for row in sorted(rows)])
-
-    def _write_tuners(self, tuners: Tensor) -> None:
-        groups, rows = self.param_groups, tuners.unbind()
-        torch._foreach_copy_([g["mechanic_tuner"] for g in groups], [rows[g["mechanic_row"]] for g in groups])
-
-    def _enter_groups(self, groups: list[Group]) -> None:
-        """Give new groups their tuner: the one in use, or a fresh one."""
-        for group in groups:
-            siblings = [g for g in self.param_groups if g.get("mechanic_row") == 0]
-            if siblings:
-                tuner, unit = siblings[0]["mechanic_tuner"].clone(), siblings[0]["mechanic_unit"]
-            else:
-                tuner, unit = self._fresh_tuner(), self._unit or _unit_of(self.param_groups)
-            group.update(mechanic_format=FORMAT, mechanic_row=0, mechanic_tuner=tuner, mechanic_unit=unit)
-
-    def _fresh_tuner(self) -> Tensor:
-        device, betas = next(_params(self.param_groups)).device, self.config.betas
-        unused = [[0.0] * len(betas)] * len(TunerState._fields)
-        return torch.tensor([betas, *unused], dtype=vectors.tuner_dtype(device), device=device)
+    def _show_scales(self) -> None:
+        if "d" not in self.defaults:  # Adafactor has a d of its own
+            groups.show_scales(self.param_groups)
 
     def _settle_units(self) -> None:
         """Before the first step, see whether OneCycleLR has come since and brought a peak of its own."""
         if not self._unit_is_settled and any("max_lr" in group for group in self.param_groups):
-            unit = _unit_of(self.param_groups)
             for group in self.param_groups:
-                group["mechanic_unit"] = unit
+                row = group["mechanic_row"]
+                group["mechanic_unit"] = groups.unit_of([g for g in self.param_groups if g["mechanic_row"] == row])
         self._unit_is_settled = True
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters in mid-training. They start with Delta = 0 and join the tuner in use."""
+        """Add parameters in mid-training. They start with Delta = 0 and join the tuner they name, or start one."""
         self.base.add_param_group(param_group)
-        self._enter_groups(self.param_groups[-1:])
+        self._enter_groups()
+
+    # Seeing what was learned.
+
+    def scales(self) -> dict[str, float]:
+        """S of every tuner by its name: the factor on the base's updates, at the learning rate it was built with."""
+        return {name: float(groups.scale_of(sharing[0])) for name, sharing in self._groups_by_tuner().items()}
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate really applied now, by tuner: S, times where the schedule stands.
+
+        Of groups that share a tuner, the one with the largest ``lr`` speaks; ``group["d"] * group["lr"]`` tells
+        it of every group by itself.
+        """
+        scales = self.scales()
+        return {
+            name: max(scales[name] * float(group["lr"]) / group["mechanic_unit"] for group in sharing)
+            for name, sharing in self._groups_by_tuner().items()
+        }
+
+    def _groups_by_tuner(self) -> dict[str, list[Group]]:
+        by_name: dict[str, list[Group]] = {}
+        names = groups.tuner_names(self.param_groups, per_group=self.per_group)
+        for name, group in zip(names, self.param_groups, strict=True):
+            by_name.setdefault(name, []).append(group)
+        return by_name
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``skip_nonfinite`` has skipped so far."""
+        return int(self.param_groups[0].get("mechanic_skipped", 0))
+
+    def _count_skipped_step(self) -> None:
+        skipped = self.skipped_steps + 1
+        for group in self.param_groups:
+            group["mechanic_skipped"] = skipped
+
+    # Keeping what was learned.
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether :meth:`freeze` has been called."""
+        return "mechanic_frozen" in self.param_groups[0]
+
+    def freeze(self) -> None:
+        """Stop tuning: keep S as it is, and drop Delta and its memory.
+
+        From here on a step is the base's own at ``lr * d``. Around a base whose update is not known to be
+        proportional to lr, a working copy of the parameters is kept to scale it.
+        """
+        scales = self.scales()
+        if not all(scale > 0 for scale in scales.values()):
+            raise ValueError(f"nothing has been learned yet, the scales are {scales}; take some steps first")
+        for name, sharing in self._groups_by_tuner().items():
+            for group in sharing:
+                group["mechanic_frozen"] = scales[name]
+        for state in self.state.values():
+            state.pop(DELTA, None)
+
+    def release(self) -> Optimizer:
+        """Hand back the base, its learning rates multiplied by what was learned; this Mechanic steps no more.
+
+        A scheduler built on the result with ``last_epoch=`` continues where the former one stood.
+        """
+        if not is_linear_in_lr(self.base):
+            raise TypeError(
+                f"the update of {type(self.base).__name__} is not known to be proportional to lr, so the learned "
+                "scale cannot be handed over as a learning rate; call freeze() and go on with Mechanic"
+            )
+        if not self.is_frozen:
+            self.freeze()
+        for group in self.param_groups:
+            factor = group["mechanic_frozen"] / group["mechanic_unit"]
+            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if group.get(key) is not None:
+                    group[key] = group[key] * factor
+            for key in (*GROUP_KEYS, *OPTIONAL_GROUP_KEYS):
+                group.pop(key, None)
+        for state in self.state.values():
+            state.pop(RESIDUAL, None)
+        self.base.load_state_dict(self.base.state_dict())  # casts the moments to the parameters' dtype
+        return self.base
+
+    def _step_frozen(self) -> None:
+        """The base's own step at lr * d; on copies where rounding or an update not proportional to lr needs them."""
+        linear = is_linear_in_lr(self.base)
+        buckets = [b for b in self._buckets() if b.has_grad and not (linear and not is_half_precision(b.dtype))]
+        with self._base_alone(buckets, scale_lr=linear) as stepped:
+            self.base.step()
+        for bucket, copies in zip(buckets, stepped, strict=True):
+            bucket.move_frozen(copies, None if linear else total_scale(self._tuners(bucket.device)[1], torch))
 
     # Checkpoints.
 
@@ -248,15 +352,16 @@ class Mechanic(Optimizer):
         is_plain = checkpoint.is_plain(state_dict)
         if not is_plain:
             checkpoint.validate(state_dict, self.param_groups)
-        plain, deltas = checkpoint.without_deltas(state_dict)
-        self.base.load_state_dict(plain)
+        of_base, own = checkpoint.take_apart(state_dict)
+        with widened(groups.params_of(self.param_groups)):
+            self.base.load_state_dict(of_base)
         saved_params = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for key, p in zip(saved_params, _params(self.param_groups), strict=True):
-            if key in deltas:
-                self.state[p][DELTA] = deltas[key].to(p.device)
+        for saved, p in zip(saved_params, groups.params_of(self.param_groups), strict=True):
+            for key, tensor in own.get(saved, {}).items():
+                self.state[p][key] = tensor.to(p.device)
         self._unit_is_settled = not is_plain
+        self._enter_groups()
         if is_plain:
-            self._enter_groups(self.param_groups)
             warnings.warn(
                 "the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner",
                 stacklevel=2,
@@ -265,60 +370,18 @@ class Mechanic(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("base", "config", "_unit", "_unit_is_settled")}
+        return {name: self.__dict__[name] for name in _OPTIONS}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.base).__name__}, {len(self.param_groups)} groups, {self.config})"
 
 
-@dataclass
-class _Bucket:
-    """Trainable parameters, with or without a gradient, that can be worked on as one list."""
-
-    row: int  # of the tuner
-    sign: float  # -1 where the base ascends
-    device: torch.device
-    dtype: torch.dtype
-    has_grad: bool
-    params: list[Tensor] = field(default_factory=list)
-    deltas: list[Tensor] = field(default_factory=list)
-
-    def measure(self) -> Tensor:
-        """The five sums, [5]."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        return vectors.measure(self.params, grads, self.deltas, self.sign, self.device)
-
-    def scalar(self, per_tuner: Tensor) -> Tensor:
-        """This bucket's entry of a [tuners] tensor, ready to be multiplied with its parameters."""
-        return per_tuner.unbind()[self.row].to(self.device, vectors.delta_dtype(self.dtype).to_real())
-
-
-@torch.no_grad()
-def _zero_delta(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, dtype=vectors.delta_dtype(p.dtype))
-
-
-def _params(groups: list[Group]) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in groups)
-
-
-def _sum_up(buckets: list[_Bucket], tuners: Tensor) -> Tensor:
-    """The five sums of every tuner, [tuners, 5], on the tuners' device."""
-    sums = [torch.zeros(len(SUMS), dtype=tuners.dtype, device=tuners.device) for _ in range(len(tuners))]
+def _sum_up(buckets: list[Bucket], like: Tensor) -> Tensor:
+    """The five sums of every tuner, [tuners, 5], where ``like`` is, which has one row per tuner."""
+    sums = [torch.zeros(len(SUMS), dtype=like.dtype, device=like.device) for _ in range(len(like))]
     for bucket in buckets:
-        sums[bucket.row] += bucket.measure().to(tuners)
+        sums[bucket.row] += bucket.measure().to(like)
     return torch.stack(sums)
-
-
-def _unit_of(groups: list[Group]) -> float:
-    """The learning rate the groups were built with: the peak of a schedule, not where it stands now."""
-    peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
-    sizes = [float(peak) for peak in peaks if peak is not None]
-    if sizes and not max(sizes) > 0:
-        raise ValueError(
-            "every learning rate is 0, so there is no step to scale; build the base with any positive lr, e.g. lr=1.0"
-        )
-    return max(sizes, default=1.0)
 
 
 @contextmanager

@@ -16,14 +16,17 @@ LONGEST_DOT = 1 << 20
 SHORT = 1 << 16
 """Tensors of fewer elements are joined before the dot: there a call costs more than a copy."""
 
+RESIDUAL_DTYPE = torch.bfloat16
+"""Two bytes with the range of float32: eight more bits below the last one of a half-precision parameter."""
+
 
 def tuner_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it: 1 - 0.999999 leaves one digit of a float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def delta_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: a sum of many small updates outgrows half precision."""
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32, for Delta and for the values a base steps on: a sum of small steps outgrows half precision."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -57,7 +60,7 @@ def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
         if flat.numel() >= SHORT:
             for piece in torch.split(flat, LONGEST_DOT):
-                yield piece.to(delta_dtype(piece.dtype))
+                yield piece.to(working_dtype(piece.dtype))
             continue
         waiting.append(flat)
         waiting_size += flat.numel()
@@ -70,24 +73,51 @@ def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 def _join(flat: list[Tensor]) -> Tensor:
     joined = torch.cat(flat) if len(flat) > 1 else flat[0]
-    return joined.to(delta_dtype(joined.dtype))
+    return joined.to(working_dtype(joined.dtype))
 
 
-def rescale(params: list[Tensor], deltas: list[Tensor], change: Tensor) -> None:
-    """x += (S' - S) Delta, in place."""
-    torch._foreach_addcmul_(params, deltas, [change] * len(params))
+def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
+    """Scale what the base did, in place.
 
-
-def combine(params: list[Tensor], before: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
-    """Turn the base's step x + u into Mechanic's, in place.
-
-    On entry ``params`` hold x + u and ``before`` x; on return ``deltas`` hold Delta' = Delta + u and
-    ``params`` x' = x + S u + (S' - S) Delta', which is x + (S' - S) Delta + S' u: the difference form.
-    It never needs x_1, and keeps whatever others did to the parameters between steps. x comes from
-    ``before``, not from subtracting u again: that would drift by a rounding error every step.
+    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = Delta + u and ``values``
+    x' = x + S u + (S' - S) Delta', which is x + (S' - S) Delta + S' u: the difference form. It never needs x_1, and
+    keeps whatever others did to the parameters between steps. ``stepped`` is used up.
     """
-    torch._foreach_sub_(params, before)  # u
-    torch._foreach_add_(deltas, params)
-    torch._foreach_mul_(params, scale)
-    torch._foreach_add_(params, before)
-    rescale(params, deltas, change)
+    torch._foreach_sub_(stepped, values)  # u
+    torch._foreach_add_(deltas, stepped)
+    _add_scaled(values, stepped, scale)
+    rescale(values, deltas, change)
+
+
+def rescale(values: list[Tensor], deltas: list[Tensor], change: Tensor) -> None:
+    """x += (S' - S) Delta, in place."""
+    _add_scaled(values, deltas, change)
+
+
+def interpolate(values: list[Tensor], stepped: list[Tensor], scale: Tensor) -> None:
+    """x += S u, in place, where ``stepped`` holds x + u and is used up: the step of a frozen scale."""
+    torch._foreach_sub_(stepped, values)
+    _add_scaled(values, stepped, scale)
+
+
+def _add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
+    torch._foreach_addcmul_(values, directions, [factor] * len(values))
+
+
+def with_residuals(params: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
+    """The values that half-precision parameters stand for: what is stored, and what rounding cut off, in float32."""
+    values = []
+    for p, residual in zip(params, residuals, strict=True):
+        info = torch.finfo(p.dtype)
+        # More than rounding can have cut off: somebody has written to the parameter since.
+        largest = p.abs().to(torch.float32).mul_(info.eps).add_(info.smallest_normal * info.eps)
+        cut_off = residual.to(torch.float32)
+        values.append(torch.where(cut_off.abs() <= largest, cut_off, 0.0).add_(p))
+    return values
+
+
+def store_rounded(values: list[Tensor], params: list[Tensor], residuals: list[Tensor]) -> None:
+    """Round float32 values into half-precision parameters, and keep what that cuts off. ``values`` is used up."""
+    for value, p, residual in zip(values, params, residuals, strict=True):
+        p.copy_(value)
+        residual.copy_(value.sub_(p))

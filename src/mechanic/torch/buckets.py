@@ -1,0 +1,134 @@
+"""Parameters in lists: those of one tuner, on one device, in one dtype, with or without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mechanic.torch import vectors
+from mechanic.torch.checkpoint import DELTA, RESIDUAL
+
+
+def is_half_precision(dtype: torch.dtype) -> bool:
+    return vectors.working_dtype(dtype) != dtype
+
+
+def own_state(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str, Tensor]:
+    """What Mechanic keeps of a parameter, taken from its state or made anew: Delta, and a residual if it needs one."""
+    dtypes = {} if frozen else {DELTA: vectors.working_dtype(p.dtype)}
+    if is_half_precision(p.dtype):
+        dtypes[RESIDUAL] = vectors.RESIDUAL_DTYPE
+    return {key: state[key] if key in state else torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()}
+
+
+@contextmanager
+def widened(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let half-precision parameters pass for float32, which the base steps on: torch casts loaded state to match."""
+    kept = [(p, p.data, p.grad) for p in params if is_half_precision(p.dtype)]
+    try:
+        for p, data, _ in kept:
+            _repoint(p, torch.empty(0, dtype=vectors.working_dtype(data.dtype), device=data.device), None)
+        yield
+    finally:
+        for p, data, grad in kept:
+            _repoint(p, data, grad)
+
+
+@dataclass
+class Bucket:
+    """Trainable parameters that can be worked on as one list.
+
+    The base never steps on the parameters themselves but on working copies in at least float32: the parameters
+    are lent out under the same identity and taken back. So a base that fails has not touched them, and what it
+    means is not lost in the rounding of a half-precision parameter. Such parameters carry a residual, what
+    rounding cut off, so that steps smaller than their last bit add up instead of vanishing.
+    """
+
+    row: int  # of the tuner
+    sign: float  # -1 where the base ascends
+    device: torch.device
+    dtype: torch.dtype
+    has_grad: bool
+    params: list[Tensor] = field(default_factory=list)
+    own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
+    _lent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # their own data and gradient meanwhile
+
+    @property
+    def deltas(self) -> list[Tensor]:
+        return [own[DELTA] for own in self.own]
+
+    @property
+    def residuals(self) -> list[Tensor]:
+        return [own[RESIDUAL] for own in self.own]
+
+    def measure(self) -> Tensor:
+        """The five sums, [5]."""
+        return vectors.measure(self.params, self._grads(), self.deltas, self.sign, self.device)
+
+    def discard_grads_unless(self, finite: Tensor) -> None:
+        """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
+        unusable = self._own(finite).logical_not()
+        for grad in self._grads():
+            grad.masked_fill_(unusable, 0.0)
+
+    def lend(self) -> None:
+        """Point the parameters at working copies for the base to step on."""
+        for p, grad, copy in zip(self.params, self._grads(), self._values(copy=True), strict=True):
+            self._lent.append((p.data, grad))
+            _repoint(p, copy, grad.to(copy.dtype))
+
+    def take_back(self) -> list[Tensor]:
+        """Point the parameters at their own data again; returns the working copies as the base left them."""
+        copies = []
+        for p, (data, grad) in zip(self.params, self._lent, strict=False):
+            copies.append(p.data)
+            _repoint(p, data, grad)
+        self._lent = []
+        return copies
+
+    def move(self, stepped: list[Tensor], scale: Tensor, change: Tensor) -> None:
+        """Scale what the base did to its copies, with S and S' - S, [tuners]."""
+        values = self._values()
+        if self.has_grad:
+            vectors.combine(values, stepped, self.deltas, self._scalar(scale), self._scalar(change))
+        else:
+            vectors.rescale(values, self.deltas, self._scalar(change))
+        self._store(values)
+
+    def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
+        """Scale what the base did by a fixed S, [tuners]; by nothing where the base has applied it already."""
+        if scale is None:
+            self._store(stepped)
+            return
+        values = self._values()
+        vectors.interpolate(values, stepped, self._scalar(scale))
+        self._store(values)
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self.params if p.grad is not None]
+
+    def _values(self, *, copy: bool = False) -> list[Tensor]:
+        if is_half_precision(self.dtype):
+            return vectors.with_residuals(self.params, self.residuals)
+        return [p.clone() for p in self.params] if copy else self.params
+
+    def _store(self, values: list[Tensor]) -> None:
+        if is_half_precision(self.dtype):
+            vectors.store_rounded(values, self.params, self.residuals)
+
+    def _own(self, per_tuner: Tensor) -> Tensor:
+        return per_tuner.unbind()[self.row].to(self.device)
+
+    def _scalar(self, per_tuner: Tensor) -> Tensor:
+        return self._own(per_tuner).to(vectors.working_dtype(self.dtype).to_real())
+
+
+def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    if p.dtype != data.dtype:
+        p.grad = None  # it has to agree with the parameter in dtype at all times
+    p.data = data
+    p.grad = grad

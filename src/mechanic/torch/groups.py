@@ -1,0 +1,133 @@
+"""Param groups: which tuner each belongs to, and what Mechanic keeps in it.
+
+Every group holds a copy of its tuner's row, so that no checkpoint route can part groups that share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.checkpoint import FORMAT
+from mechanic.torch.vectors import tuner_dtype
+from mechanic.tuner import TunerConfig, TunerState
+
+Group = dict[str, Any]
+
+_SCALES = 1 + TunerState._fields.index("scales")  # in a group's tuner, after the betas
+
+
+def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
+    """Param groups that give every layer of a module a tuner of its own.
+
+    A layer is a submodule that holds parameters directly, so a weight and its bias stay together.
+
+    Args:
+        module: whose layers to tell apart.
+        groups: your own groups, if you have any, with their options; each is split by layer, and parts of one
+            layer in several groups (decay and no decay) share its tuner. A group that names a ``"tuner"`` is kept.
+
+    Example:
+        >>> import torch
+        >>> from mechanic.torch import Mechanic, layer_groups
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = Mechanic(torch.optim.AdamW(layer_groups(model), lr=1.0))
+        >>> optimizer.scales()
+        {'0': 0.0, '2': 0.0}
+    """
+    layer_of = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
+    split: list[Group] = []
+    for group in [{"params": module.parameters()}] if groups is None else groups:
+        if "tuner" in group:
+            split.append(group)
+            continue
+        params = list(group["params"])
+        if any(p not in layer_of for p in params):
+            raise ValueError("a group has parameters that are not the module's; give them a 'tuner' of their own")
+        split += [
+            {**group, "params": [p for p in params if layer_of[p] == layer], "tuner": layer}
+            for layer in dict.fromkeys(layer_of[p] for p in params)
+        ]
+    return split
+
+
+def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def tuner_names(groups: list[Group], *, per_group: bool) -> list[str]:
+    """The name of every group's tuner."""
+    return [
+        str(group["tuner"]) if group.get("tuner") is not None else str(index) if per_group else "default"
+        for index, group in enumerate(groups)
+    ]
+
+
+def enter(groups: list[Group], config: TunerConfig, unit: float | None, *, per_group: bool) -> None:
+    """Give new groups their tuner: that of the groups they share one with, or a fresh one."""
+    names = tuner_names(groups, per_group=per_group)
+    rows = {name: row for row, name in enumerate(dict.fromkeys(names))}
+    for group, name in zip(groups, names, strict=True):
+        if "mechanic_format" in group:
+            continue
+        sharing = [g for g, other in zip(groups, names, strict=True) if other == name]
+        known = next((g for g in sharing if "mechanic_format" in g), None)
+        if known is not None:
+            group.update({key: known[key] for key in ("mechanic_frozen", "mechanic_skipped") if key in known})
+        elif any("mechanic_frozen" in g for g in groups):
+            raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
+        group["mechanic_format"] = FORMAT
+        group["mechanic_row"] = rows[name]
+        group["mechanic_tuner"] = known["mechanic_tuner"].clone() if known else _fresh_tuner(group, groups, config)
+        group["mechanic_unit"] = known["mechanic_unit"] if known else unit or unit_of(sharing)
+
+
+def _fresh_tuner(group: Group, groups: list[Group], config: TunerConfig) -> Tensor:
+    device = next(params_of([group, *groups])).device
+    unused = [[0.0] * len(config.betas)] * len(TunerState._fields)
+    return torch.tensor([config.betas, *unused], dtype=tuner_dtype(device), device=device)
+
+
+def unit_of(groups: list[Group]) -> float:
+    """The learning rate the groups were built with: the peak of a schedule, not where it stands now."""
+    peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
+    sizes = [float(peak) for peak in peaks if peak is not None]
+    if sizes and not max(sizes) > 0:
+        raise ValueError(
+            "every learning rate is 0, so there is no step to scale; build the base with any positive lr, e.g. lr=1.0"
+        )
+    return max(sizes, default=1.0)
+
+
+def scale_of(group: Group) -> Tensor:
+    """S, 0-dim."""
+    return group["mechanic_tuner"].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
+
+
+def read_tuners(groups: list[Group], device: torch.device) -> Tensor:
+    """[tuners, 7, n]: the betas, then the fields of TunerState."""
+    rows = {}
+    for group in groups:
+        if group["mechanic_tuner"].device != device:  # the model was moved, or the checkpoint came from elsewhere
+            group["mechanic_tuner"] = group["mechanic_tuner"].to(device, tuner_dtype(device))
+        rows[group["mechanic_row"]] = group["mechanic_tuner"]
+    return torch.stack([rows[row] for row in sorted(rows)])
+
+
+def write_tuners(groups: list[Group], tuners: Tensor) -> None:
+    """In place, as CUDA graphs need it."""
+    rows = tuners.unbind()
+    torch._foreach_copy_([g["mechanic_tuner"] for g in groups], [rows[g["mechanic_row"]] for g in groups])
+
+
+def show_scales(groups: list[Group]) -> None:
+    """Keep ``d`` = S / unit in every group, so that the ``d * lr`` which trainers log is the rate really applied."""
+    rates = [scale_of(group) / group["mechanic_unit"] for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        if not isinstance(group.get("d"), Tensor) or group["d"].device != rate.device:
+            group["d"] = rate.clone()
+    torch._foreach_copy_([group["d"] for group in groups], rates)
