@@ -89,6 +89,94 @@ def test_a_plain_checkpoint_is_a_warm_start_said_once():
     assert scale(optimizer) > 0
 
 
+def test_a_warm_start_can_be_saved_and_loaded_again_at_once():
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    train(model, plain, 5)
+    optimizer = wrapped(model)
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(plain.state_dict())
+    model[0].requires_grad_(False)
+    train(model, optimizer, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_plain_checkpoint_does_not_take_the_tuners_names():
+    model = mlp()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    plain = torch.optim.AdamW(groups, lr=3e-4)
+    train(model, plain, 2)
+    named = [{**group, "tuner": name} for group, name in zip(groups, "ab", strict=True)]
+    optimizer = Mechanic(torch.optim.AdamW(named, lr=1.0))
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, 3)
+    assert list(optimizer.scales()) == ["a", "b"]
+
+
+def test_a_plain_checkpoint_without_a_learning_rate_is_refused_and_nothing_is_loaded(trained):
+    model, optimizer = trained
+    plain = torch.optim.AdamW(mlp().parameters(), lr=0.0).state_dict()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match="every learning rate is 0"):
+        optimizer.load_state_dict(plain)
+    assert same_bits(before, snapshot(model, optimizer))
+    train(model, optimizer, 1)
+
+
+def test_a_checkpoint_loads_into_parameters_of_another_dtype(trained):
+    model, optimizer = trained
+    wide = copy.deepcopy(model).double()
+    twin = wrapped(wide)
+    twin.load_state_dict(optimizer.state_dict())
+    train(wide, twin, 3, first=5)
+    assert twin.state[wide[0].weight]["mechanic_delta"].dtype == torch.float64
+    train(model, optimizer, 3, first=5)
+    assert scale(twin) == pytest.approx(scale(optimizer), rel=1e-2)
+
+
+def test_a_tuner_saved_where_there_is_no_float64_loads_where_there_is(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    group = state_dict["param_groups"][0]
+    group["mechanic_tuner"] = group["mechanic_tuner"].float()
+    model = copy.deepcopy(trained[0])
+    optimizer = wrapped(model)
+    optimizer.load_state_dict(state_dict)
+    train(model, optimizer, 2)
+    assert optimizer.param_groups[0]["mechanic_tuner"].dtype == torch.float64
+
+
+def test_a_newer_format_that_renames_its_keys_is_still_told_from_a_broken_one(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    state_dict["param_groups"][0]["mechanic_format"] = 2
+    del state_dict["param_groups"][0]["mechanic_row"]
+    with pytest.raises(ValueError, match="upgrade mechanic"):
+        wrapped(mlp()).load_state_dict(state_dict)
+
+
+def test_resume_with_one_cycle_a_late_group_and_a_frozen_layer():
+    def build():
+        model = mlp()
+        optimizer = Mechanic(torch.optim.AdamW(list(model[0].parameters()), lr=1.0))
+        optimizer.add_param_group({"params": list(model[2].parameters()), "tuner": "head"})
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-3, 1e-2], total_steps=20)
+        return model, optimizer, schedule
+
+    parts = build()
+    train(*parts[:2], 6, scheduler=parts[2])
+    parts[0][0].requires_grad_(False)
+    train(*parts[:2], 3, first=6, scheduler=parts[2])
+    twins = build()
+    for twin, state in zip(twins, [copy.deepcopy(part.state_dict()) for part in parts], strict=True):
+        twin.load_state_dict(state)
+    twins[0][0].requires_grad_(False)
+    for model, optimizer, schedule in (parts, twins):
+        train(model, optimizer, 3, first=9, scheduler=schedule)
+        model[0].requires_grad_(True)
+        train(model, optimizer, 3, first=12, scheduler=schedule)
+    assert same_bits(snapshot(*parts[:2]), snapshot(*twins[:2]))
+
+
 def test_missing_entries_are_named_and_nothing_is_loaded(trained):
     state_dict = copy.deepcopy(trained[1].state_dict())
     del state_dict["param_groups"][0]["mechanic_unit"]

@@ -1,6 +1,7 @@
 """Mechanic as a class, for trainers that are configured with one."""
 
 import importlib
+import inspect
 import pickle
 
 import pytest
@@ -52,6 +53,21 @@ def test_classes_pickle_and_are_made_once(base):
     assert mechanize(base) is cls
     assert pickle.loads(pickle.dumps(cls)) is cls
     assert cls.__name__ == f"Mechanic{base.__name__}"
+
+
+class MyAdamW(MechanicAdamW):
+    pass
+
+
+def test_a_subclass_pickles_as_itself():
+    assert pickle.loads(pickle.dumps(MyAdamW)) is MyAdamW
+    assert type(pickle.loads(pickle.dumps(MyAdamW([torch.nn.Parameter(torch.ones(2))])))) is MyAdamW
+
+
+def test_the_signature_shows_the_bases_arguments_and_mechanics():
+    names = list(inspect.signature(MechanicAdamW).parameters)
+    assert names[:2] == ["params", "lr"]
+    assert {"weight_decay", "config", "per_group", "skip_nonfinite"} <= set(names)
 
 
 def test_instances_pickle():

@@ -233,24 +233,39 @@ def test_parameters_without_gradient_now_and_then_or_always(base: Base):
 
 @every_base
 def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base):
-    model = base.model()
+    model = base.model(dtype=torch.float64)
     optimizer = base.wrap(model)
     train(model, optimizer, 5)
-    frozen = weights(model[0])
+    frozen, delta = weights(model[0]), optimizer.state[model[0].weight]["mechanic_delta"].clone()
     model[0].requires_grad_(False)  # with its last gradient still in place
-    for step in range(5, 10):
+    for step in range(5, 25):
         optimizer.step()
         for p in model[2].parameters():
             p.grad = None
         backward(model, step)
     assert same_bits(frozen, weights(model[0]))
+    assert optimizer.state[model[0].weight]["mechanic_delta"].equal(delta)
     model[0].requires_grad_(True)
     optimizer.zero_grad()
-    backward(model, 10)
+    backward(model, 25)
+    scale_before = scale(optimizer)
     optimizer.step()
-    now = weights(model[0])
-    assert not same_bits(frozen, now)
-    assert max((a - b).abs().max() for a, b in zip(frozen, now, strict=True)) < 1.0
+    new_delta = optimizer.state[model[0].weight]["mechanic_delta"]
+    # x' - x = (S' - S) Delta + S' u: it does not catch up on what it missed.
+    moved = scale(optimizer) * new_delta - scale_before * delta
+    torch.testing.assert_close(model[0].weight.detach() - frozen[0], moved, rtol=1e-9, atol=1e-12)
+    assert moved.any()
+
+
+@every_base
+def test_frozen_layers_do_not_count(base: Base):
+    models = base.model(), base.model()
+    models[0][0].requires_grad_(False)
+    whole, part = base.wrap(models[0]), Mechanic(base.make(list(models[1][2].parameters())))
+    for model, optimizer in zip(models, (whole, part), strict=True):
+        train(model, optimizer, 6)
+    assert scale(whole) == scale(part) > 0
+    assert same_bits(weights(models[0]), weights(models[1]))
 
 
 @every_base
@@ -287,16 +302,26 @@ def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base):
 
 @every_base
 def test_a_write_to_the_parameters_between_steps_survives(base: Base):
-    model = base.model()
-    optimizer = base.wrap(model)
-    train(model, optimizer, 10)
-    optimizer.zero_grad()
-    backward(model, 10)
+    """Twins on the same gradients, one of them moved by 1 in between: it stays moved by 1."""
+    models = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
+    optimizers = [Mechanic(base.make(model.parameters()), config={"decay": 0.0}) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 10)
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(100)
-    optimizer.step()
-    assert all((p > 50).all() and (p < 150).all() for p in model.parameters())
+        for p in models[1].parameters():
+            p.add_(1.0)
+    optimizers[0].zero_grad()
+    backward(models[0], 10)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        q.grad = p.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    new_scale = scale(optimizers[0])
+    assert scale(optimizers[1]) == new_scale
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        # Weight decay and trust ratios see the write, as they would bare; that is in u, and so in Delta'.
+        sees = optimizers[1].state[q]["mechanic_delta"] - optimizers[0].state[p]["mechanic_delta"]
+        torch.testing.assert_close(q - p, 1 + new_scale * sees, rtol=0, atol=1e-12)
 
 
 @every_base
@@ -316,7 +341,8 @@ def test_a_copy_goes_on_with_the_same_bits(base: Base, how):
 
 
 @every_base
-def test_a_base_that_raises_leaves_no_trace(base: Base):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_base_that_raises_leaves_no_trace(base: Base, error):
     model = base.model()
     optimizer = base.wrap(model)
     train(model, optimizer, 4)
@@ -324,7 +350,7 @@ def test_a_base_that_raises_leaves_no_trace(base: Base):
     backward(model, 4)
 
     def fail(*_):
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
     def mechanics():
         deltas = [optimizer.state[p]["mechanic_delta"].clone() for p in model.parameters()]
@@ -334,7 +360,7 @@ def test_a_base_that_raises_leaves_no_trace(base: Base):
     handle = optimizer.base.register_step_post_hook(fail)
     for grad_mode in (True, False):
         with torch.set_grad_enabled(grad_mode):
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(error, match="out of memory"):
                 optimizer.step()
             assert torch.is_grad_enabled() is grad_mode
     handle.remove()
@@ -342,3 +368,21 @@ def test_a_base_that_raises_leaves_no_trace(base: Base):
     assert optimizer.param_groups[0]["lr"] is lr
     train(model, optimizer, 1, first=4)
     assert not same_bits(before, mechanics())
+
+
+@every_base
+def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base):
+    model = base.model()
+    optimizer = base.wrap(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    backward(model, 0)
+    handle = optimizer.base.register_step_post_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    handle.remove()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 3)
+    assert scale(optimizer) > 0

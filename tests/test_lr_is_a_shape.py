@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
 from bases import BY_NAME
 from mechanic.torch import Mechanic
-from task import scale, train
+from task import same_bits, scale, train
 
 LRS = (1e-6, 1e-3, 1.0, 1e3, 1e6)
 STEPS = 250
@@ -47,8 +48,9 @@ def test_learning_rates_a_power_of_two_apart_give_the_same_bits(name):
         model = base.model()
         optimizer = base.wrap(model, lr=lr)
         train(model, optimizer, 30, scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 30))
-        courses.append((scale(optimizer), *(p.sum().item() for p in model.parameters())))
-    assert courses[0] == courses[1] == courses[2]
+        courses.append([torch.tensor(scale(optimizer)), *(p.detach() for p in model.parameters())])
+    assert same_bits(courses[0], courses[1])
+    assert same_bits(courses[0], courses[2])
 
 
 def test_ratios_between_groups_of_one_tuner_stay():
@@ -71,3 +73,37 @@ def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak():
     optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
     train(model, optimizer, 10, scheduler=schedule)
     assert max(seen) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_a_load_before_the_first_step_does_not_hide_the_peak(attach_first):
+    """Accelerate loads an optimizer's own state dict into it when it wraps it."""
+    model = BY_NAME["AdamW"].model()
+    optimizer = BY_NAME["AdamW"].wrap(model)
+    if attach_first:
+        schedule = one_cycle(optimizer, 1e-3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if not attach_first:
+        schedule = one_cycle(optimizer, 1e-3)
+    train(model, optimizer, 2, scheduler=schedule)
+    assert optimizer.param_groups[0]["mechanic_unit"] == 1e-3
+
+
+def test_an_idle_step_does_not_hide_the_peak():
+    """torch.distributed.checkpoint steps at lr = 0 before it loads."""
+    model = BY_NAME["AdamW"].model()
+    optimizer = BY_NAME["AdamW"].wrap(model)
+    get_optimizer_state_dict(model, optimizer)
+    train(model, optimizer, 2, scheduler=one_cycle(optimizer, 1e-3))
+    assert optimizer.param_groups[0]["mechanic_unit"] == 1e-3
+
+
+def test_a_unit_that_was_given_survives_a_plain_checkpoint():
+    model = BY_NAME["AdamW"].model()
+    plain = torch.optim.AdamW(model.parameters(), lr=1.0)
+    train(model, plain, 2, scheduler=one_cycle(plain, 1e-3))
+    optimizer = Mechanic(torch.optim.AdamW(model.parameters()), unit=0.5)
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, 1)
+    assert optimizer.param_groups[0]["mechanic_unit"] == 0.5

@@ -11,9 +11,9 @@ SIZES = [(300, 1000), (1000, 300), (1000,)]
 PARAM_BYTES = 4 * sum(torch.Size(size).numel() for size in SIZES)
 
 
-def cost(wrap, base):
+def cost(wrap, base, layout=lambda values: values):
     """Per byte of parameters, as the allocator saw it: what three steps leave, and the most that a fourth takes."""
-    params = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
+    params = [torch.nn.Parameter(layout(torch.zeros(size))) for size in SIZES]
     optimizer = wrap(base.make(params))
     for p in params:
         p.grad = torch.ones_like(p)
@@ -41,3 +41,16 @@ def test_one_slot_stays_and_one_copy_comes_and_goes(name):
     kept, passing = cost(Mechanic, base)
     assert kept - bare_kept == pytest.approx(1, abs=0.01)
     assert passing <= bare_passing + 1.01
+
+
+@pytest.mark.parametrize("layout", ["transposed", "complex"])
+def test_other_layouts_take_no_more(layout):
+    layouts = {"transposed": lambda values: values.T.contiguous().T, "complex": torch.view_as_complex}
+    sizes = [(700, 1000, 2)] if layout == "complex" else [(700, 1000)]
+    bytes_ = 4 * torch.Size(sizes[0]).numel()
+    p = torch.nn.Parameter(layouts[layout](torch.zeros(sizes[0])))
+    optimizer = Mechanic(torch.optim.SGD([p], lr=1.0, foreach=False))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    _, most = allocations(optimizer.step)
+    assert most / bytes_ <= 1.01

@@ -1,11 +1,15 @@
 """Parameters of every kind: tied, scalar, empty, strided, double, complex, and on several devices."""
 
+import collections
+
 import pytest
+import pytorch_optimizer
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic.torch import Mechanic
-from task import scale
+from task import mlp, scale, train
 
 
 def descend(params, loss, steps=60, **options):
@@ -108,3 +112,58 @@ def test_a_tuner_loaded_on_another_device_follows_the_parameters():
         p.grad = torch.ones_like(p)
         optimizer.step()
         assert optimizer.param_groups[0]["mechanic_tuner"].device == p.device
+
+
+def test_an_empty_group_and_state_that_is_no_parameters():
+    model = mlp()
+    optimizer = Mechanic(pytorch_optimizer.SPAM([{"params": []}, {"params": list(model.parameters())}], lr=0.1))
+    assert "total_step" in optimizer.state
+    assert train(model, optimizer, 60) < 1.0
+
+
+def test_a_model_may_change_its_dtype_in_mid_training():
+    model = mlp()
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0))
+    train(model, optimizer, 5)
+    model.double()
+    train(model, optimizer, 5, first=5)
+    assert optimizer.state[model[0].weight]["mechanic_delta"].dtype == torch.float64
+
+
+def test_nothing_is_kept_of_a_parameter_that_never_had_a_gradient():
+    model, never = mlp(), torch.nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(torch.optim.AdamW([*model.parameters(), never], lr=1.0))
+    train(model, optimizer, 5)
+    assert never not in optimizer.state
+
+
+def test_frameworks_may_replace_state_and_groups_and_add_to_the_base():
+    model = mlp()
+    optimizer = Mechanic(torch.optim.AdamW(list(model[0].parameters()), lr=1.0))
+    optimizer.state = collections.defaultdict(dict, optimizer.state)
+    optimizer.param_groups = list(optimizer.param_groups)
+    optimizer.defaults = dict(optimizer.defaults)
+    assert optimizer.base.param_groups is optimizer.param_groups
+    optimizer.base.add_param_group({"params": list(model[2].parameters())})
+    assert train(model, optimizer, 30) < 2.0
+
+
+def test_a_global_hook_may_be_removed_or_added_by_a_hook_of_the_base():
+    model = mlp()
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0))
+    calls = []
+    first = register_optimizer_step_post_hook(lambda *_: calls.append("first"))
+    handles = []
+
+    def change(*_):
+        if not handles:
+            first.remove()
+            handles.append(register_optimizer_step_post_hook(lambda *_: calls.append("second")))
+
+    optimizer.base.register_step_pre_hook(change)
+    try:
+        train(model, optimizer, 2)
+    finally:
+        handles[0].remove()
+    assert "first" not in calls
+    assert calls[-1] == "second"

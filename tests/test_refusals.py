@@ -7,7 +7,7 @@ import schedulefree
 import torch
 from torch import optim
 
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, mechanize
 
 
 def params():
@@ -46,7 +46,7 @@ def test_something_else_instead_of_an_optimizer():
 def test_a_base_that_is_wrapped_already():
     base = optim.SGD(params(), lr=1.0)
     Mechanic(base)
-    with pytest.raises(ValueError, match="already wrapped"):
+    with pytest.raises(ValueError, match="already wrapped, or was loaded"):
         Mechanic(base)
 
 
@@ -60,7 +60,7 @@ def test_every_learning_rate_zero():
         Mechanic(optim.SGD(params(), lr=0.0))
 
 
-@pytest.mark.parametrize("unit", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("unit", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_unit_that_is_no_learning_rate(unit):
     with pytest.raises(ValueError, match="unit must be a positive learning rate"):
         Mechanic(optim.SGD(params(), lr=1.0), unit=unit)
@@ -72,3 +72,15 @@ def test_sparse_gradients():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match=r"dense gradients, got one of layout torch\.sparse_coo"):
         optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_twice_in_a_group():
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="more than once"):
+        Mechanic(optim.SGD([p, p], lr=1.0))
+
+
+def test_an_instance_where_a_class_is_wanted():
+    with pytest.raises(TypeError, match=r"mechanize takes an optimizer class.*Mechanic\(\.\.\.\)"):
+        mechanize(optim.SGD(params(), lr=1.0))

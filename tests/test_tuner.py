@@ -1,5 +1,7 @@
 """The tuner by itself: one function for NumPy and torch, and what it must never do."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,19 +26,39 @@ def play(config, sums, tuners=3, state=None):
     return state
 
 
+def as_torch(array):
+    return torch.tensor(array, dtype=torch.float64)
+
+
+def as_jax(array):
+    return jnp.asarray(array, dtype=jnp.float64)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
-def test_numpy_and_torch_agree(config):
+@pytest.mark.parametrize(("module", "convert"), [(torch, as_torch), (jnp, as_jax)], ids=["torch", "jax"])
+def test_every_framework_agrees_with_numpy(config, module, convert):
     rng = np.random.default_rng(0)
-    state = TunerState(*np.zeros((6, 3, len(config.betas))))
-    twin = TunerState(*torch.zeros(6, 3, len(config.betas), dtype=torch.float64))
-    betas = np.array(config.betas)
-    for _ in range(50):
-        sums = random_sums(rng)
-        state = update(state, sums, betas, config, np)
-        twin = update(twin, torch.tensor(sums), torch.tensor(betas), config, torch)
-        for array, tensor in zip(state, twin, strict=True):
-            np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-12)
+    with jax.enable_x64(True):
+        state = TunerState(*np.zeros((6, 3, len(config.betas))))
+        twin = TunerState(*(convert(array) for array in state))
+        betas = np.array(config.betas)
+        for _ in range(50):
+            sums = random_sums(rng)
+            state = update(state, sums, betas, config, np)
+            twin = update(twin, convert(sums), convert(betas), config, module)
+            for array, other in zip(state, twin, strict=True):
+                np.testing.assert_allclose(np.asarray(other), array, rtol=1e-12)
     assert (total_scale(state, np) > 0).all()
+
+
+def test_it_compiles_in_jax():
+    config = TunerConfig()
+    compiled = jax.jit(lambda state, sums: update(state, sums, jnp.asarray(config.betas), config, jnp))
+    state = TunerState(*jnp.zeros((6, 1, 6)))
+    for _ in range(3):
+        state = compiled(state, jnp.asarray([[-1.0, 0.0, 1.0, 4.0, 1.0]]))
+    assert compiled._cache_size() == 1
+    assert total_scale(state, jnp).item() > 0.01
 
 
 def test_rows_do_not_see_each_other():

@@ -37,7 +37,10 @@ def refuse_unsuitable(base: Any) -> None:
     if reason := _reason_to_refuse(base):
         raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
     if any("mechanic_format" in group for group in base.param_groups):
-        raise ValueError(f"this {type(base).__name__} is already wrapped by a Mechanic; build a new one")
+        raise ValueError(
+            f"this {type(base).__name__} is already wrapped, or was loaded from a Mechanic's checkpoint; "
+            "wrap a new one, and load the checkpoint into the Mechanic"
+        )
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError("Mechanic cannot differentiate through its step; build the base without differentiable=True")
 

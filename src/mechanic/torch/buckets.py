@@ -22,7 +22,9 @@ def own_state(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str,
     dtypes = {} if frozen else {DELTA: vectors.working_dtype(p.dtype)}
     if is_half_precision(p.dtype):
         dtypes[RESIDUAL] = vectors.RESIDUAL_DTYPE
-    return {key: state[key] if key in state else torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()}
+    return {
+        key: state[key].to(dtype) if key in state else torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()
+    }
 
 
 @contextmanager
@@ -53,13 +55,14 @@ class Bucket:
     device: torch.device
     dtype: torch.dtype
     has_grad: bool
+    moves: bool  # by its gradient, or by a Delta from earlier ones
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
     _lent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # their own data and gradient meanwhile
 
     @property
     def deltas(self) -> list[Tensor]:
-        return [own[DELTA] for own in self.own]
+        return [own[DELTA] for own in self.own if own]
 
     @property
     def residuals(self) -> list[Tensor]:
@@ -92,6 +95,8 @@ class Bucket:
 
     def move(self, stepped: list[Tensor], scale: Tensor, change: Tensor) -> None:
         """Scale what the base did to its copies, with S and S' - S, [tuners]."""
+        if not self.moves:
+            return
         values = self._values()
         if self.has_grad:
             vectors.combine(values, stepped, self.deltas, self._scalar(scale), self._scalar(change))

@@ -60,19 +60,19 @@ def is_plain(state_dict: StateDict) -> bool:
 def validate(state_dict: StateDict, groups: list[dict[str, Any]]) -> None:
     """Raise a ValueError that names what does not fit, before anything has been changed."""
     saved_groups = state_dict["param_groups"]
+    newest = max(int(group.get("mechanic_format", 0)) for group in saved_groups)
+    if newest > FORMAT:
+        raise ValueError(
+            f"the checkpoint has mechanic_format {newest}, this version reads up to {FORMAT}; upgrade mechanic"
+        )
     if missing := _missing_entries(state_dict):
         raise ValueError(
             f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
             "load it whole, or remove every mechanic_* entry to start with a fresh tuner"
         )
-    newest = max(int(group["mechanic_format"]) for group in saved_groups)
-    if newest > FORMAT:
-        raise ValueError(
-            f"the checkpoint has mechanic_format {newest}, this version reads up to {FORMAT}; upgrade mechanic"
-        )
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
         saved_betas, betas = (g["mechanic_tuner"][0].tolist() for g in (saved, group))
-        if saved_betas != betas:
+        if len(saved_betas) != len(betas) or any(abs(a - b) > 1e-7 for a, b in zip(saved_betas, betas, strict=True)):
             raise ValueError(f"param_groups[{index}] was tuned with betas {saved_betas}, this optimizer has {betas}")
         if int(saved["mechanic_row"]) != group["mechanic_row"]:
             raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
@@ -36,6 +37,10 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
         (True, 'RAdam')
     """
 
+    if not (inspect.isclass(base_class) and issubclass(base_class, Optimizer)):
+        kind = base_class.__name__ if inspect.isclass(base_class) else f"an instance of {type(base_class).__name__}"
+        raise TypeError(f"mechanize takes an optimizer class, got {kind}; wrap an instance with Mechanic(...)")
+
     def init(
         self: Mechanic,
         params: ParamsT,
@@ -50,11 +55,27 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
 
     name = f"Mechanic{base_class.__name__}"
     doc = f"Mechanic around {base_class.__name__}; see :func:`mechanize`."
-    namespace = {"__init__": init, "__doc__": doc, "__module__": "mechanic.torch", "base_class": base_class}
+    namespace = {
+        "__init__": init,
+        "__doc__": doc,
+        "__module__": "mechanic.torch",
+        "__signature__": _joined_signature(init, base_class),
+        "base_class": base_class,
+    }
     return _MechanizedType(name, (Mechanic,), namespace)  # type: ignore[return-value]
 
 
-def _reduce_class(cls: _MechanizedType) -> tuple[Any, ...]:
+def _joined_signature(init: Callable[..., None], base_class: type[Optimizer]) -> inspect.Signature:
+    """The base's arguments and Mechanic's: trainers filter what they pass by the signature."""
+    base = inspect.signature(base_class)
+    own = [p for p in inspect.signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = sorted([*base.parameters.values(), *own], key=lambda p: p.kind)
+    return base.replace(parameters=parameters)
+
+
+def _reduce_class(cls: _MechanizedType) -> str | tuple[Any, ...]:
+    if "base_class" not in vars(cls):
+        return cls.__qualname__  # a subclass, importable under its own name
     return mechanize, (cls.base_class,)
 
 

@@ -69,6 +69,8 @@ def tuner_names(groups: list[Group], *, per_group: bool) -> list[str]:
 
 def enter(groups: list[Group], config: TunerConfig, unit: float | None, *, per_group: bool) -> None:
     """Give new groups their tuner: that of the groups they share one with, or a fresh one."""
+    if len(params := list(params_of(groups))) != len({id(p) for p in params}):
+        raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
     names = tuner_names(groups, per_group=per_group)
     rows = {name: row for row, name in enumerate(dict.fromkeys(names))}
     for group, name in zip(groups, names, strict=True):
@@ -87,7 +89,8 @@ def enter(groups: list[Group], config: TunerConfig, unit: float | None, *, per_g
 
 
 def _fresh_tuner(group: Group, groups: list[Group], config: TunerConfig) -> Tensor:
-    device = next(params_of([group, *groups])).device
+    first = next(params_of([group, *groups]), None)
+    device = torch.device("cpu") if first is None else first.device
     unused = [[0.0] * len(config.betas)] * len(TunerState._fields)
     return torch.tensor([config.betas, *unused], dtype=tuner_dtype(device), device=device)
 
@@ -110,10 +113,11 @@ def scale_of(group: Group) -> Tensor:
 
 def read_tuners(groups: list[Group], device: torch.device) -> Tensor:
     """[tuners, 7, n]: the betas, then the fields of TunerState."""
-    rows = {}
+    rows, dtype = {}, tuner_dtype(device)
     for group in groups:
-        if group["mechanic_tuner"].device != device:  # the model was moved, or the checkpoint came from elsewhere
-            group["mechanic_tuner"] = group["mechanic_tuner"].to(device, tuner_dtype(device))
+        tuner = group["mechanic_tuner"]
+        if tuner.device != device or tuner.dtype != dtype:  # the model was moved, or comes from elsewhere
+            group["mechanic_tuner"] = tuner.to(device, dtype)
         rows[group["mechanic_row"]] = group["mechanic_tuner"]
     return torch.stack([rows[row] for row in sorted(rows)])
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from mechanic.torch import checkpoint, groups
+from mechanic.torch.alone import step_alone
 from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
-from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, STATE_KEYS, StateDict
+from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
 from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 
@@ -42,7 +42,7 @@ class Mechanic(Optimizer):
         per_group: tune every param group apart. Without it, groups that name the same ``"tuner"``
             share one, and so do those that name none.
         skip_nonfinite: skip a step, the base's included, where a gradient is not finite, and count it in
-            :attr:`skipped_steps`. Reads one flag per step on the host. Without it such gradients are
+            ``skipped_steps``. Reads one flag per step on the host. Without it such gradients are
             replaced by zeros, the tuner stays as it was, and the step never waits for the device.
 
     Example:
@@ -78,33 +78,42 @@ class Mechanic(Optimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         refuse_unsuitable(base)
-        if unit is not None and not unit > 0:
+        if unit is not None and not 0 < unit < math.inf:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
         options = base, TunerConfig.of(config), per_group, skip_nonfinite, unit, unit is not None
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
         self._enter_groups()
-        if any(is_half_precision(p.dtype) for p in self.state):
-            with widened(self.state):
+        if any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups) if p in self.state):
+            with widened(groups.params_of(self.param_groups)):
                 base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
-        for p, state in self.state.items():
-            # torch.distributed.checkpoint makes no step to fill the state of an optimizer that has some
-            # (Adagrad from the start), so there Delta has to be in it already.
-            state.update(self._own_state(p))
+        self._complete_state()
 
     # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.base.state
 
-    @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
-        return self.base.param_groups
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def param_groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[Group]) -> None:
+        self.base.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
         return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -121,6 +130,8 @@ class Mechanic(Optimizer):
                 loss = closure()
         if "mechanic_format" not in self.param_groups[0]:
             raise RuntimeError("this Mechanic has been released; step the optimizer that release() returned")
+        if "mechanic_format" not in self.param_groups[-1]:
+            self._enter_groups()  # a group was added to the base itself
         self._settle_units()
         if self.is_frozen:
             self._step_frozen()
@@ -143,9 +154,7 @@ class Mechanic(Optimizer):
         tuned = update(tuner, sums, betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
-        with self._base_alone(buckets) as stepped:
-            self.base.step()
-        for bucket, copies in zip(buckets, stepped, strict=True):
+        for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
             bucket.move(copies, scale, new_scale - scale)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
@@ -170,55 +179,25 @@ class Mechanic(Optimizer):
                         f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
                         "build the embedding with sparse=False"
                     )
-                key = (row, sign, p.device, p.dtype, p.grad is not None)
+                state = self.state.get(p, {})
+                has_grad = p.grad is not None
+                # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
+                moves = has_grad or DELTA in state
+                key = (row, sign, p.device, p.dtype, has_grad, moves)
                 if (bucket := buckets.get(key)) is None:
                     bucket = buckets[key] = Bucket(*key)
                 bucket.params.append(p)
-                bucket.own.append(self._own_state(p))
+                bucket.own.append(own_state(p, state, frozen=self.is_frozen) if moves else {})
         return list(buckets.values())
 
-    def _own_state(self, p: Tensor) -> dict[str, Tensor]:
-        return own_state(p, self.state.get(p, {}), frozen=self.is_frozen)
+    def _complete_state(self) -> None:
+        """Put Delta beside all state that the base has, so that every checkpoint is whole.
 
-    @contextmanager
-    def _base_alone(self, buckets: list[Bucket], *, scale_lr: bool = False) -> Iterator[list[list[Tensor]]]:
-        """Let the base step as if Mechanic were not there, on copies that are in the list yielded once it is done.
-
-        Where the base fails, nothing but its own state has moved.
+        torch.distributed.checkpoint, too, makes no step to fill the state of an optimizer that has some (Adagrad).
         """
-        param_groups = self.param_groups
-        lrs = [group.get("lr") for group in param_groups]
-        # Bases ask whether state[p] is empty to initialise it.
-        own = {
-            p: {key: state.pop(key) for key in STATE_KEYS if key in state}
-            for p, state in self.state.items()
-            if DELTA in state or RESIDUAL in state
-        }
-        # The base would step a parameter that is not to be trained but still has a gradient.
-        idle_grads = {p: p.grad for p in groups.params_of(param_groups) if not p.requires_grad and p.grad is not None}
-        stepped: list[list[Tensor]] = []
-        try:
-            for group, lr in zip(param_groups, lrs, strict=True):
-                if lr is not None:
-                    group["lr"] = lr / group["mechanic_unit"] * (group["mechanic_frozen"] if scale_lr else 1.0)
-            for p in idle_grads:
-                p.grad = None
-            for bucket in buckets:
-                if bucket.has_grad:
-                    bucket.lend()
-            with _global_hooks_silenced():
-                yield stepped
-            for bucket in buckets:
-                own.update(zip(bucket.params, bucket.own, strict=True))
-        finally:
-            stepped += [bucket.take_back() for bucket in buckets]
-            for p, grad in idle_grads.items():
-                p.grad = grad
-            for group, lr in zip(param_groups, lrs, strict=True):
-                if lr is not None:
-                    group["lr"] = lr
-            for p, entries in own.items():
-                self.state[p].update(entries)
+        for p in groups.params_of(self.param_groups):
+            if state := self.state.get(p):
+                state.update(own_state(p, state, frozen=self.is_frozen))
 
     def _enter_groups(self) -> None:
         groups.enter(self.param_groups, self.config, self._unit, per_group=self.per_group)
@@ -230,11 +209,15 @@ class Mechanic(Optimizer):
 
     def _settle_units(self) -> None:
         """Before the first step, see whether OneCycleLR has come since and brought a peak of its own."""
-        if not self._unit_is_settled and any("max_lr" in group for group in self.param_groups):
-            for group in self.param_groups:
-                row = group["mechanic_row"]
-                group["mechanic_unit"] = groups.unit_of([g for g in self.param_groups if g["mechanic_row"] == row])
-        self._unit_is_settled = True
+        if self._unit_is_settled:
+            return
+        if any("max_lr" in group for group in self.param_groups):
+            for sharing in self._groups_by_tuner().values():
+                unit = groups.unit_of(sharing)
+                for group in sharing:
+                    group["mechanic_unit"] = unit
+        # A step with lr = 0 moves nothing: torch.distributed.checkpoint makes one before it loads.
+        self._unit_is_settled = not all(group.get("lr") == 0.0 for group in self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters in mid-training. They start with Delta = 0 and join the tuner they name, or start one."""
@@ -326,9 +309,7 @@ class Mechanic(Optimizer):
         """The base's own step at lr * d; on copies where rounding or an update not proportional to lr needs them."""
         linear = is_linear_in_lr(self.base)
         buckets = [b for b in self._buckets() if b.has_grad and not (linear and not is_half_precision(b.dtype))]
-        with self._base_alone(buckets, scale_lr=linear) as stepped:
-            self.base.step()
-        for bucket, copies in zip(buckets, stepped, strict=True):
+        for bucket, copies in zip(buckets, step_alone(self.base, buckets, scale_lr=linear), strict=True):
             bucket.move_frozen(copies, None if linear else total_scale(self._tuners(bucket.device)[1], torch))
 
     # Checkpoints.
@@ -349,18 +330,26 @@ class Mechanic(Optimizer):
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
+        former = self.param_groups
         is_plain = checkpoint.is_plain(state_dict)
-        if not is_plain:
-            checkpoint.validate(state_dict, self.param_groups)
+        if is_plain:
+            groups.unit_of(state_dict["param_groups"])  # raises before anything has been changed
+        else:
+            checkpoint.validate(state_dict, former)
         of_base, own = checkpoint.take_apart(state_dict)
-        with widened(groups.params_of(self.param_groups)):
+        with widened(groups.params_of(former)):
             self.base.load_state_dict(of_base)
         saved_params = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for saved, p in zip(saved_params, groups.params_of(self.param_groups), strict=True):
             for key, tensor in own.get(saved, {}).items():
                 self.state[p][key] = tensor.to(p.device)
-        self._unit_is_settled = not is_plain
+        for group, before in zip(self.param_groups, former, strict=True):
+            if "tuner" in before:
+                group["tuner"] = before["tuner"]
         self._enter_groups()
+        self._complete_state()
+        started = any(group["mechanic_tuner"][1:].any() for group in self.param_groups)
+        self._unit_is_settled = started or self._unit is not None
         if is_plain:
             warnings.warn(
                 "the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner",
@@ -382,20 +371,3 @@ def _sum_up(buckets: list[Bucket], like: Tensor) -> Tensor:
     for bucket in buckets:
         sums[bucket.row] += bucket.measure().to(like)
     return torch.stack(sums)
-
-
-@contextmanager
-def _global_hooks_silenced() -> Iterator[None]:
-    """Keep hooks on all optimizers to one call per step, Mechanic's; the base's step is part of it."""
-    registries: list[dict[int, Any]] = [
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    ]
-    kept = [dict(registry) for registry in registries]
-    for registry in registries:
-        registry.clear()
-    try:
-        yield
-    finally:
-        for registry, hooks in zip(registries, kept, strict=True):
-            registry.update(hooks)

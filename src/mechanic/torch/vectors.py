@@ -35,18 +35,29 @@ def measure(
 ) -> Tensor:
     """The five sums of :data:`mechanic.tuner.SUMS` over parameters on one device, [5].
 
-    ``grads`` are those of all parameters, or empty where none has one; ``sign`` is -1 where the base ascends.
+    ``grads`` and ``deltas`` are those of all parameters, or empty where none has one and they count as zero;
+    ``sign`` is -1 where the base ascends.
     """
     delta_grad = dot(deltas, grads, device) if grads else dot([], [], device)
+    delta_param = dot(deltas, params, device) if deltas else dot([], [], device)
     squares = [dot(tensors, tensors, device) for tensors in (grads, params, deltas)]
-    return torch.stack([sign * delta_grad, dot(deltas, params, device), *squares])
+    return torch.stack([sign * delta_grad, delta_param, *squares])
 
 
 def dot(a: list[Tensor], b: list[Tensor], device: torch.device) -> Tensor:
     """The sum of Re<a_i, b_i> over two lists of equal shapes, as a 0-dim tensor in the tuner's dtype."""
     dtype = tuner_dtype(device)
+    if not all(tensor.is_contiguous() for tensor in a):
+        a, b = _in_memory_order(a, b)
     parts = [torch.dot(x, y) for x, y in zip(_pieces(a), _pieces(b), strict=True)]
     return torch.stack(parts).to(dtype).sum() if parts else torch.zeros((), dtype=dtype, device=device)
+
+
+def _in_memory_order(a: list[Tensor], b: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Both with their dimensions in the order of a's memory, so that flattening equal layouts copies nothing."""
+    orders = [sorted(range(tensor.ndim), key=tensor.stride, reverse=True) for tensor in a]
+    permuted = [[t.permute(order) for t, order in zip(tensors, orders, strict=True)] for tensors in (a, b)]
+    return permuted[0], permuted[1]
 
 
 def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
