@@ -1,60 +1,114 @@
-"""Save, load in a new process, continue: bit for bit the uninterrupted run, for every base."""
+"""Save, load in a new process, continue: bit for bit the uninterrupted run, for every base and every situation."""
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from bases import BASES, Base, every_base
-from task import same_bits, snapshot, train
+from bases import BASES, BY_NAME
+from mechanic.torch import Mechanic, layer_groups
+from task import backward, mlp, same_bits, snapshot, train
 
 STEPS = 8
 
 
-def build(base: Base, seed=0):
-    model = base.model(seed=seed)
-    optimizer = base.wrap(model)
-    return model, optimizer, CosineAnnealingLR(optimizer, 2 * STEPS)
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    name: str
+    model: Callable[[int], torch.nn.Module]  # from a seed
+    wrap: Callable[[torch.nn.Module], Mechanic]
+    before_saving: Callable[[torch.nn.Module, Mechanic], None] = lambda model, optimizer: None
+
+    def build(self, seed=0):
+        model = self.model(seed)
+        optimizer = self.wrap(model)
+        return model, optimizer, CosineAnnealingLR(optimizer, 2 * STEPS)
+
+    def path(self, folder, kind):
+        return Path(folder) / f"{self.name}.{kind}.pt"
 
 
-def path_of(base: Base, folder, kind):
-    return Path(folder) / f"{BASES.index(base)}.{kind}.pt"
+def adamw(model, **options):
+    return Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0), **options)
+
+
+def sgd_per_layer(model):
+    return Mechanic(torch.optim.SGD(layer_groups(model), lr=1.0))
+
+
+def half_mixed(seed):
+    model = mlp(seed=seed)
+    model[0].to(torch.bfloat16)
+    return torch.nn.Sequential(_Cast(torch.bfloat16), model[0], model[1], _Cast(torch.float32), model[2])
+
+
+class _Cast(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, inputs):
+        return inputs.to(self.dtype)
+
+
+def freeze(model, optimizer):
+    optimizer.freeze()
+
+
+def skip_one(model, optimizer):
+    backward(model, 99)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+
+
+SITUATIONS = [
+    *(Situation(base.name, lambda seed, base=base: base.model(seed=seed), base.wrap) for base in BASES),
+    Situation("bfloat16", lambda seed: mlp(dtype=torch.bfloat16, seed=seed), adamw),
+    Situation("float16", lambda seed: mlp(dtype=torch.float16, seed=seed), adamw),
+    Situation("mixed dtypes", half_mixed, adamw),
+    Situation("a tuner per layer", lambda seed: mlp(seed=seed), sgd_per_layer),
+    Situation("skipping", lambda seed: mlp(seed=seed), lambda m: adamw(m, skip_nonfinite=True), skip_one),
+    Situation("frozen", lambda seed: mlp(seed=seed), adamw, freeze),
+    Situation("frozen bfloat16", lambda seed: mlp(dtype=torch.bfloat16, seed=seed), adamw, freeze),
+    Situation("frozen, not linear", lambda seed: mlp(seed=seed), BY_NAME["Adafactor"].wrap, freeze),
+]
 
 
 def resume_all(folder):
     """What the new process does."""
-    for base in BASES:
-        model, optimizer, schedule = build(base, seed=1)
-        saved = torch.load(path_of(base, folder, "checkpoint"), weights_only=True)
-        for part, state in zip((model, optimizer, schedule), saved, strict=True):
+    for situation in SITUATIONS:
+        parts = model, optimizer, schedule = situation.build(seed=1)
+        for part, state in zip(parts, torch.load(situation.path(folder, "checkpoint"), weights_only=True), strict=True):
             part.load_state_dict(state)
         train(model, optimizer, STEPS, first=STEPS, scheduler=schedule)
-        torch.save(snapshot(model, optimizer), path_of(base, folder, "resumed"))
+        torch.save(snapshot(model, optimizer), situation.path(folder, "resumed"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every base interrupted and uninterrupted: {name: (resumed, uninterrupted)}."""
+    """Every situation interrupted and uninterrupted: {name: (resumed, uninterrupted)}."""
     folder = tmp_path_factory.mktemp("resume")
     uninterrupted = {}
-    for base in BASES:
-        model, optimizer, schedule = build(base)
+    for situation in SITUATIONS:
+        parts = model, optimizer, schedule = situation.build()
         train(model, optimizer, STEPS, scheduler=schedule)
-        parts = model, optimizer, schedule
-        torch.save([part.state_dict() for part in parts], path_of(base, folder, "checkpoint"))
+        situation.before_saving(model, optimizer)
+        torch.save([part.state_dict() for part in parts], situation.path(folder, "checkpoint"))
         train(model, optimizer, STEPS, first=STEPS, scheduler=schedule)
-        uninterrupted[base.name] = snapshot(model, optimizer)
+        uninterrupted[situation.name] = snapshot(model, optimizer)
     subprocess.run([sys.executable, __file__, folder], check=True, timeout=120, cwd=Path(__file__).parent)
-    resumed = {base.name: torch.load(path_of(base, folder, "resumed"), weights_only=True) for base in BASES}
+    resumed = {s.name: torch.load(s.path(folder, "resumed"), weights_only=True) for s in SITUATIONS}
     return {name: (resumed[name], uninterrupted[name]) for name in uninterrupted}
 
 
-@every_base
-def test_resume_continues_bit_for_bit(base: Base, runs):
-    assert same_bits(*runs[base.name])
+@pytest.mark.parametrize("name", [situation.name for situation in SITUATIONS])
+def test_resume_continues_bit_for_bit(name, runs):
+    assert same_bits(*runs[name])
 
 
 if __name__ == "__main__":

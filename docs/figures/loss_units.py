@@ -35,6 +35,6 @@ def final_loss(base, options, config, factor, steps=300):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print("factor".ljust(24), *(f"{factor:8g}" for factor in FACTORS))  # noqa: T201
+    print("factor".ljust(24), *(f"{factor:8g}" for factor in FACTORS))
     for name, row in ROWS.items():
-        print(name.ljust(24), *(f"{final_loss(*row, factor):8.3f}" for factor in FACTORS))  # noqa: T201
+        print(name.ljust(24), *(f"{final_loss(*row, factor):8.3f}" for factor in FACTORS))

@@ -64,7 +64,7 @@ def _reason_to_refuse(base: Optimizer) -> str | None:
 
 _LINEAR_IN_LR = {
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Muon"),
-    *("Lion", "ADOPT", "SOAP", "Adan", "Lamb"),
+    *("Lion", "ADOPT", "Adan", "Lamb"),  # of pytorch_optimizer; its SOAP decays what it has just stepped
 }
 
 

@@ -284,7 +284,8 @@ class Mechanic(Optimizer):
     def release(self) -> Optimizer:
         """Hand back the base, its learning rates multiplied by what was learned; this Mechanic steps no more.
 
-        A scheduler built on the result with ``last_epoch=`` continues where the former one stood.
+        A scheduler built on the result with ``last_epoch=former.last_epoch - 1`` continues where the former one
+        stood: the first of its steps it makes by itself.
         """
         if not is_linear_in_lr(self.base):
             raise TypeError(

@@ -119,11 +119,9 @@ def with_residuals(params: list[Tensor], residuals: list[Tensor]) -> list[Tensor
     """The values that half-precision parameters stand for: what is stored, and what rounding cut off, in float32."""
     values = []
     for p, residual in zip(params, residuals, strict=True):
-        info = torch.finfo(p.dtype)
-        # More than rounding can have cut off: somebody has written to the parameter since.
-        largest = p.abs().to(torch.float32).mul_(info.eps).add_(info.smallest_normal * info.eps)
-        cut_off = residual.to(torch.float32)
-        values.append(torch.where(cut_off.abs() <= largest, cut_off, 0.0).add_(p))
+        value = residual.to(torch.float32).add_(p)
+        # Where it rounds to something else, somebody has written to the parameter since: then that is the value.
+        values.append(torch.where(value.to(p.dtype) == p, value, p.to(torch.float32)))
     return values
 
 
@@ -132,3 +130,6 @@ def store_rounded(values: list[Tensor], params: list[Tensor], residuals: list[Te
     for value, p, residual in zip(values, params, residuals, strict=True):
         p.copy_(value)
         residual.copy_(value.sub_(p))
+        # A residual rounded up to half of the parameter's last bit would pass for somebody's write.
+        ambiguous = value.copy_(residual).add_(p).to(p.dtype) != p
+        residual.copy_(torch.where(ambiguous, residual * (1 - torch.finfo(RESIDUAL_DTYPE).eps), residual))

@@ -1,0 +1,36 @@
+"""Every example runs as it stands, and does what it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import per_group
+import probe_then_train
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_runs_as_it_stands(path, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", path], check=True, timeout=300, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.stdout
+
+
+def test_a_tuner_per_group_beats_one_for_all_and_the_best_of_nine_learning_rates():
+    apart, scales = per_group.learned(apart=True)
+    shared, _ = per_group.learned(apart=False)
+    tuned, lr = per_group.best_of_a_grid()
+    assert apart < shared
+    assert apart < tuned
+    assert 1e-4 < lr < 1  # not at the edge of the grid
+    assert 30 < scales["embedding"] / scales["body"] < 3000
+
+
+def test_a_probed_run_ends_as_low_as_a_learned_one():
+    assert probe_then_train.main() < 0.1
