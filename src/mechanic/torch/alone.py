@@ -26,7 +26,8 @@ def step_alone(base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False
     # Bases ask whether state[p] is empty to initialise it.
     own = {
         p: {key: state.pop(key) for key in STATE_KEYS if key in state}
-        for p in params_of(groups)
+        for bucket in buckets
+        for p in bucket.params
         if (state := base.state.get(p))
     }
     # The base would step a parameter that is not to be trained but still has a gradient.

@@ -105,12 +105,9 @@ class Bucket:
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
-        """Scale what the base did by a fixed S, [tuners]; by nothing where the base has applied it already."""
-        if scale is None:
-            self._store(stepped)
-            return
+        """Take over what the base did, scaled by a fixed S, [tuners]; None where the base has applied it already."""
         values = self._values()
-        vectors.interpolate(values, stepped, self._scalar(scale))
+        vectors.interpolate(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
 
     def _grads(self) -> list[Tensor]:

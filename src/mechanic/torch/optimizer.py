@@ -309,7 +309,8 @@ class Mechanic(Optimizer):
     def _step_frozen(self) -> None:
         """The base's own step at lr * d; on copies where rounding or an update not proportional to lr needs them."""
         linear = is_linear_in_lr(self.base)
-        buckets = [b for b in self._buckets() if b.has_grad and not (linear and not is_half_precision(b.dtype))]
+        in_place = linear and not any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups))
+        buckets = [] if in_place else [b for b in self._buckets() if b.has_grad]
         for bucket, copies in zip(buckets, step_alone(self.base, buckets, scale_lr=linear), strict=True):
             bucket.move_frozen(copies, None if linear else total_scale(self._tuners(bucket.device)[1], torch))
 

@@ -105,8 +105,11 @@ def rescale(values: list[Tensor], deltas: list[Tensor], change: Tensor) -> None:
     _add_scaled(values, deltas, change)
 
 
-def interpolate(values: list[Tensor], stepped: list[Tensor], scale: Tensor) -> None:
-    """x += S u, in place, where ``stepped`` holds x + u and is used up: the step of a frozen scale."""
+def interpolate(values: list[Tensor], stepped: list[Tensor], scale: Tensor | None) -> None:
+    """x += S u, in place, where ``stepped`` holds x + u and is used up: the step of a frozen scale. None is S = 1."""
+    if scale is None:
+        torch._foreach_copy_(values, stepped)
+        return
     torch._foreach_sub_(stepped, values)
     _add_scaled(values, stepped, scale)
 
