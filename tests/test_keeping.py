@@ -70,7 +70,7 @@ def test_a_frozen_scale_goes_on_as_the_learned_one_would(base: Base):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion", "Muon", "AdamW tensor lr"])
+@pytest.mark.parametrize("name", sorted({"AdamW", "SGD momentum", "Lion", "Muon", "AdamW tensor lr"} & set(BY_NAME)))
 def test_released_the_plain_base_continues_with_its_schedule(name, dtype):
     base = BY_NAME[name]
     models = base.model(dtype=dtype), base.model(dtype=dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
+from mechanic.torch.shards import get_local, local, local_grad, set_local
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
@@ -52,6 +53,7 @@ class Bucket:
 
     row: int  # of the tuner
     sign: float  # -1 where the base ascends
+    weight: float  # of what this rank holds in the sum over ranks
     device: torch.device
     dtype: torch.dtype
     has_grad: bool
@@ -62,15 +64,16 @@ class Bucket:
 
     @property
     def deltas(self) -> list[Tensor]:
-        return [own[DELTA] for own in self.own if own]
+        return [local(own[DELTA]) for own in self.own if own]
 
     @property
     def residuals(self) -> list[Tensor]:
-        return [own[RESIDUAL] for own in self.own]
+        return [local(own[RESIDUAL]) for own in self.own]
 
     def measure(self) -> Tensor:
-        """The five sums, [5]."""
-        return vectors.measure(self.params, self._grads(), self.deltas, self.sign, self.device)
+        """The five sums, [5], of what this rank holds."""
+        sums = vectors.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
+        return sums * self.weight
 
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
@@ -81,14 +84,14 @@ class Bucket:
     def lend(self) -> None:
         """Point the parameters at working copies for the base to step on."""
         for p, grad, copy in zip(self.params, self._grads(), self._values(copy=True), strict=True):
-            self._lent.append((p.data, grad))
+            self._lent.append((get_local(p), grad))
             _repoint(p, copy, grad.to(copy.dtype))
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again; returns the working copies as the base left them."""
         copies = []
         for p, (data, grad) in zip(self.params, self._lent, strict=False):
-            copies.append(p.data)
+            copies.append(get_local(p))
             _repoint(p, data, grad)
         self._lent = []
         return copies
@@ -110,13 +113,17 @@ class Bucket:
         vectors.interpolate(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
 
+    def _local_params(self) -> list[Tensor]:
+        return [local(p) for p in self.params]
+
     def _grads(self) -> list[Tensor]:
-        return [p.grad for p in self.params if p.grad is not None]
+        return [local_grad(p) for p in self.params] if self.has_grad else []
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):
             return vectors.with_residuals(self.params, self.residuals)
-        return [p.clone() for p in self.params] if copy else self.params
+        params = self._local_params()
+        return [p.clone() for p in params] if copy else params
 
     def _store(self, values: list[Tensor]) -> None:
         if is_half_precision(self.dtype):
@@ -130,7 +137,10 @@ class Bucket:
 
 
 def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    if p.dtype != data.dtype:
-        p.grad = None  # it has to agree with the parameter in dtype at all times
-    p.data = data
-    p.grad = grad
+    """Let a parameter hold other data. In another dtype the gradient, which has to agree, goes with it."""
+    if p.dtype == data.dtype:
+        set_local(p, data)
+    else:
+        p.grad = None
+        p.data = data
+        p.grad = grad

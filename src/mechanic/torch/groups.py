@@ -111,8 +111,9 @@ def scale_of(group: Group) -> Tensor:
     return group["mechanic_tuner"].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
 
 
-def read_tuners(groups: list[Group], device: torch.device) -> Tensor:
-    """[tuners, 7, n]: the betas, then the fields of TunerState."""
+def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
+    """[tuners, 7, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
+    device = device or groups[0]["mechanic_tuner"].device
     rows, dtype = {}, tuner_dtype(device)
     for group in groups:
         tuner = group["mechanic_tuner"]

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
+from mechanic.torch.shards import Reduction
 from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 
-_OPTIONS = ("base", "config", "per_group", "skip_nonfinite", "_unit", "_unit_is_settled")
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_OPTIONS = ("base", "config", "per_group", "skip_nonfinite", "process_group", "_unit", "_unit_is_settled")
 
 
 class Mechanic(Optimizer):
@@ -44,6 +48,8 @@ class Mechanic(Optimizer):
         skip_nonfinite: skip a step, the base's included, where a gradient is not finite, and count it in
             ``skipped_steps``. Reads one flag per step on the host. Without it such gradients are
             replaced by zeros, the tuner stays as it was, and the step never waits for the device.
+        process_group: the ranks to sum over where each holds plain tensors of its own (pipeline stages, FSDP1,
+            ZeRO). DTensors (FSDP2, tensor parallel) and DDP need none.
 
     Example:
         >>> import torch
@@ -65,6 +71,8 @@ class Mechanic(Optimizer):
     config: TunerConfig
     per_group: bool
     skip_nonfinite: bool
+    process_group: ProcessGroup | None
+    _reduction: Reduction | None = None
     _unit: float | None
     _unit_is_settled: bool
 
@@ -76,11 +84,12 @@ class Mechanic(Optimizer):
         unit: float | None = None,
         per_group: bool = False,
         skip_nonfinite: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         refuse_unsuitable(base)
         if unit is not None and not 0 < unit < math.inf:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
-        options = base, TunerConfig.of(config), per_group, skip_nonfinite, unit, unit is not None
+        options = base, TunerConfig.of(config), per_group, skip_nonfinite, process_group, unit, unit is not None
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
         self._enter_groups()
@@ -136,13 +145,13 @@ class Mechanic(Optimizer):
         if self.is_frozen:
             self._step_frozen()
             return loss
-        buckets = self._buckets()
-        if not buckets:
+        reduction, buckets = self._reduction_and_buckets()
+        if not buckets and reduction.group is None:
             return loss
 
         # Measured before the base steps: it may edit gradients in place.
-        betas, tuner = self._tuners(buckets[0].device)
-        sums = _sum_up(buckets, like=tuner.scales)
+        betas, tuner = self._tuners(buckets[0].device if buckets else None)
+        sums = reduction.sum(_sum_up(buckets, like=tuner.scales))
         finite = sums.isfinite().all(-1)  # [tuners]
         if self.skip_nonfinite:
             if not finite.all():
@@ -160,12 +169,17 @@ class Mechanic(Optimizer):
         self._show_scales()
         return loss
 
-    def _tuners(self, device: torch.device) -> tuple[Tensor, TunerState]:
+    def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
         return betas, TunerState(*fields)
 
-    def _buckets(self) -> list[Bucket]:
+    def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
+        if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
+            self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group)
+        return self._reduction, self._buckets(self._reduction)
+
+    def _buckets(self, reduction: Reduction) -> list[Bucket]:
         """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
         buckets: dict[tuple[Any, ...], Bucket] = {}
         for group in self.param_groups:
@@ -183,7 +197,7 @@ class Mechanic(Optimizer):
                 has_grad = p.grad is not None
                 # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
                 moves = has_grad or DELTA in state
-                key = (row, sign, p.device, p.dtype, has_grad, moves)
+                key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
                 if (bucket := buckets.get(key)) is None:
                     bucket = buckets[key] = Bucket(*key)
                 bucket.params.append(p)
@@ -310,7 +324,7 @@ class Mechanic(Optimizer):
         """The base's own step at lr * d; on copies where rounding or an update not proportional to lr needs them."""
         linear = is_linear_in_lr(self.base)
         in_place = linear and not any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups))
-        buckets = [] if in_place else [b for b in self._buckets() if b.has_grad]
+        buckets = [] if in_place else [b for b in self._reduction_and_buckets()[1] if b.has_grad]
         for bucket, copies in zip(buckets, step_alone(self.base, buckets, scale_lr=linear), strict=True):
             bucket.move_frozen(copies, None if linear else total_scale(self._tuners(bucket.device)[1], torch))
 

@@ -1,0 +1,152 @@
+"""Parameters spread over processes: the part each rank holds, and the one sum over ranks.
+
+Mechanic works on local tensors. Its five sums add up over shards, so one all-reduce of five numbers per tuner and
+step is all the communication it adds, whatever the layout. What is held by several ranks is weighted so that it
+counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    # Importing it takes most of a second; whoever has a DTensor has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_grad(p: Tensor) -> Tensor:
+    """What this rank holds of a gradient, cut as its parameter is."""
+    grad: Any = p.grad
+    if is_dtensor(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def get_local(tensor: Tensor) -> Tensor:
+    """The data that :func:`set_local` puts back."""
+    return local(tensor) if is_dtensor(tensor) else tensor.data
+
+
+def set_local(tensor: Tensor, data: Tensor) -> None:
+    """Let a tensor hold other data under the same identity."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = data  # type: ignore[attr-defined]
+    else:
+        tensor.data = data
+
+
+class Reduction:
+    """The group of ranks to sum over, and how much of a parameter's local sum counts in it.
+
+    Args:
+        params: all parameters of the optimizer.
+        process_group: a group in which every rank holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
+            Without it plain tensors are taken to be the same on every rank, as under DDP.
+    """
+
+    def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None) -> None:
+        params = list(params)
+        _require_full_precision(params)
+        layouts = {(p.device_mesh, p.placements) for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
+        if process_group is None and any(getattr(p, "_fsdp_flattened", False) for p in params):
+            raise ValueError(
+                "under FullyShardedDataParallel every rank holds other data in plain tensors; tell Mechanic the group "
+                "to sum over, Mechanic(base, process_group=torch.distributed.group.WORLD), or use fully_shard"
+            )
+        self.group = process_group or _group_of(layouts)
+        size = 1 if self.group is None else self.group.size()
+        self._plain_weight = 1.0 if process_group else 1.0 / size
+        self._weights = {
+            (mesh, placements): _distinct_shards(mesh, placements) / (_root(mesh).size() if process_group else size)
+            for mesh, placements in layouts
+        }
+
+    def knows(self, params: Iterable[Tensor]) -> bool:
+        """Whether it was made for parameters laid out like these: frameworks swap parameters for sharded ones."""
+        return all((p.device_mesh, p.placements) in self._weights for p in params if is_dtensor(p))  # type: ignore[attr-defined]
+
+    def weight(self, p: Tensor) -> float:
+        """The weight that makes a parameter count once in the sum over the group."""
+        if is_dtensor(p):
+            return self._weights[p.device_mesh, p.placements]  # type: ignore[attr-defined]
+        return self._plain_weight
+
+    def sum(self, sums: Tensor) -> Tensor:
+        """The one collective."""
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return sums
+
+
+def _require_full_precision(params: list[Tensor]) -> None:
+    for p in params:
+        # The dtype of a DTensor is part of its layout, so it cannot be lent in float32.
+        if is_dtensor(p) and p.requires_grad and torch.promote_types(p.dtype, torch.float32) != p.dtype:
+            raise ValueError(
+                f"Mechanic needs sharded parameters in float32, got {p.dtype}; keep them so and compute in half "
+                "precision, fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))"
+            )
+
+
+def _sharded_dims(placements: Any) -> list[int]:
+    return [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+
+
+def _distinct_shards(mesh: Any, placements: Any) -> int:
+    return math.prod(mesh.size(dim) for dim in _sharded_dims(placements))
+
+
+def _group_of(layouts: set[tuple[Any, Any]]) -> ProcessGroup | None:
+    """The smallest group at hand that holds every shard of every parameter; None where nothing is sharded."""
+    sharded = [(mesh, placements) for mesh, placements in layouts if _sharded_dims(placements)]
+    if not sharded:
+        return None
+    roots = {_root(mesh) for mesh, _ in layouts}
+    if len(roots) == 1:
+        root = roots.pop()
+        dims = {_dim_of_root(root, mesh, dim) for mesh, placements in sharded for dim in _sharded_dims(placements)}
+        if len(dims) == 1 and None not in dims:
+            return root.get_group(dims.pop())  # type: ignore[no-any-return]
+        roots = {root}
+    world = dist.group.WORLD
+    if world is None or any(root.size() != world.size() for root in roots):
+        sizes = sorted(root.size() for root in roots)
+        raise ValueError(
+            f"the parameters lie on meshes of {sizes} ranks of {dist.get_world_size()}; tell Mechanic the group to "
+            "sum over, Mechanic(base, process_group=...)"
+        )
+    return world
+
+
+def _dim_of_root(root: Any, mesh: Any, dim: int) -> int | None:
+    """Which dimension of the root mesh one of a submesh is; None where it is made of several."""
+    if mesh == root:
+        return dim
+    names = root.mesh_dim_names or ()
+    name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else None
+    return names.index(name) if name in names else None
+
+
+def _root(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # until torch 2.6
+
+    return _mesh_resources.get_root_mesh(mesh)

@@ -1,0 +1,72 @@
+"""Training over processes follows one process, whatever the layout. Real processes, on gloo."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+
+import parallel
+
+TIMEOUT = 240  # seconds, for all cases of one number of ranks
+
+
+def run(ranks, folder, jobs=None):
+    """What the cases (or jobs) found on so many processes, every one of which is gone when this returns."""
+    context = multiprocessing.get_context("spawn")
+    folder.mkdir()
+    processes = [context.Process(target=parallel.main, args=(rank, ranks, str(folder), jobs)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.exitcode for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    found = torch.load(folder / "results.pt", weights_only=False)
+    assert {case: report["error"] for case, report in found.items() if "error" in report} == {}
+    return found
+
+
+def assert_followed(found):
+    for case, report in found.items():
+        assert report["parameters"] <= 1e-6, (case, report)
+        assert report["scales"] <= 1e-6, (case, report)
+        assert report["same on all ranks"], case
+
+
+@pytest.mark.parametrize("ranks", sorted(parallel.CASES))
+def test_every_layout_follows_one_process(ranks, tmp_path):
+    found = run(ranks, tmp_path / "ranks")
+    assert_followed({case: report for case, report in found.items() if "parameters" in report})
+    for (name, base, _), report in found.items():
+        if name == "mixed_precision":
+            assert report["ours"] <= 2 * report["bare"], base
+        if name == "collectives":
+            assert report == {("fsdp2", "bare"): 0, ("fsdp2", "ours"): 1, ("ddp", "bare"): 0, ("ddp", "ours"): 0}
+        if name == "one_bad_rank":
+            assert all(report.values()), (base, report)
+        if name == "fsdp1_without_a_group":
+            assert "process_group=torch.distributed.group.WORLD" in report["refused"]
+
+
+def test_a_checkpoint_continues_on_other_ranks_and_in_another_layout(tmp_path):
+    checkpoints = str(tmp_path / "checkpoints")
+    variants = [(base, checkpoints, flatten) for base in parallel.BASES for flatten in (False, True)]
+    saves = {1: ["fsdp2"], 2: ["fsdp2", "ddp"], 4: ["fsdp2", "tp+fsdp2"]}
+    resumes = {  # on so many ranks, under FSDP2: what was saved, on how many
+        1: [("fsdp2", 2), ("fsdp2", 4), ("ddp", 2)],
+        2: [("fsdp2", 1), ("fsdp2", 4), ("ddp", 2), ("tp+fsdp2", 4)],
+        4: [("fsdp2", 1), ("fsdp2", 2), ("tp+fsdp2", 4)],
+    }
+    for ranks, layouts in saves.items():
+        run(ranks, tmp_path / f"saving on {ranks}", [(parallel.save, (name, *v)) for name in layouts for v in variants])
+    for ranks, saved in resumes.items():
+        jobs = [(parallel.resume, (*where, "fsdp2", *variant)) for where in saved for variant in variants]
+        found = run(ranks, tmp_path / f"resuming on {ranks}", jobs)
+        assert len(found) == len(jobs)
+        assert_followed(found)
