@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test docs
+.PHONY: setup check test docs test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup:
@@ -21,3 +21,16 @@ test:
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+# DeepSpeed compiles at run time and writes under HOME, so it has an environment and a home of its own.
+test-deepspeed: export HOME := $(CURDIR)/.venv-deepspeed/home
+test-deepspeed: export DS_ACCELERATOR := cpu
+test-deepspeed: export DS_BUILD_OPS := 0
+test-deepspeed:
+	$(PYTHON) -m venv .venv-deepspeed
+	mkdir -p $(HOME)
+	.venv-deepspeed/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-deepspeed/bin/pip install --quiet --constraint constraints.txt setuptools wheel ninja py-cpuinfo numpy pytest
+	.venv-deepspeed/bin/pip install --quiet deepspeed==0.19.8
+	.venv-deepspeed/bin/pip install --quiet --no-deps --editable .
+	.venv-deepspeed/bin/pytest --quiet -p no:cacheprovider -W default tests/test_deepspeed.py

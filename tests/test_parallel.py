@@ -1,7 +1,11 @@
 """Training over processes follows one process, whatever the layout. Real processes, on gloo."""
 
+import json
 import multiprocessing
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +74,16 @@ def test_a_checkpoint_continues_on_other_ranks_and_in_another_layout(tmp_path):
         found = run(ranks, tmp_path / f"resuming on {ranks}", jobs)
         assert len(found) == len(jobs)
         assert_followed(found)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1024, 1), (4096, 8)], ids=["FSDP2", "HSDP"])
+def test_on_paper_a_large_model_costs_one_small_collective(ranks, replicas):
+    script = Path(__file__).parent / "on_paper.py"
+    command = [sys.executable, "-W", "ignore", str(script), str(ranks), str(replicas)]
+    output = subprocess.run(command, check=True, timeout=TIMEOUT, capture_output=True, text=True).stdout
+    found = json.loads(output.splitlines()[-1])
+    assert found["parameters"] > 4e9
+    assert found["collectives per step"] == 1
+    assert found["bytes per step"] <= 64
+    # Rows that do not divide evenly leave some ranks a row more.
+    assert found["bytes of Delta per rank"] == pytest.approx(4 * found["parameters"] * replicas / ranks, rel=0.01)

@@ -111,6 +111,11 @@ def scale_of(group: Group) -> Tensor:
     return group["mechanic_tuner"].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
 
 
+def rows_of(groups: list[Group]) -> dict[int, int]:
+    """Where in :func:`read_tuners` a tuner is: ZeRO hands groups over one at a time."""
+    return {row: index for index, row in enumerate(sorted({group["mechanic_row"] for group in groups}))}
+
+
 def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
     """[tuners, 7, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
     device = device or groups[0]["mechanic_tuner"].device
@@ -125,8 +130,8 @@ def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
 
 def write_tuners(groups: list[Group], tuners: Tensor) -> None:
     """In place, as CUDA graphs need it."""
-    rows = tuners.unbind()
-    torch._foreach_copy_([g["mechanic_tuner"] for g in groups], [rows[g["mechanic_row"]] for g in groups])
+    index, rows = rows_of(groups), tuners.unbind()
+    torch._foreach_copy_([g["mechanic_tuner"] for g in groups], [rows[index[g["mechanic_row"]]] for g in groups])
 
 
 def show_scales(groups: list[Group]) -> None:

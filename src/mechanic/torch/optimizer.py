@@ -73,6 +73,9 @@ class Mechanic(Optimizer):
     skip_nonfinite: bool
     process_group: ProcessGroup | None
     _reduction: Reduction | None = None
+    _elements: int = 0  # it was built on
+    _stepped_groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
+    _stepped_params: dict[int, set[Tensor]] | None = None  # of every tuner, when it last stepped
     _unit: float | None
     _unit_is_settled: bool
 
@@ -93,6 +96,7 @@ class Mechanic(Optimizer):
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
         self._enter_groups()
+        self._elements = sum(p.numel() for p in groups.params_of(self.param_groups))
         if any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups) if p in self.state):
             with widened(groups.params_of(self.param_groups)):
                 base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
@@ -145,6 +149,7 @@ class Mechanic(Optimizer):
         if self.is_frozen:
             self._step_frozen()
             return loss
+        self._refuse_parts()
         reduction, buckets = self._reduction_and_buckets()
         if not buckets and reduction.group is None:
             return loss
@@ -169,6 +174,25 @@ class Mechanic(Optimizer):
         self._show_scales()
         return loss
 
+    def _refuse_parts(self) -> None:
+        """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
+        stepping = tuple((id(group), len(group["params"])) for group in self.param_groups)
+        if stepping == self._stepped_groups:
+            return
+        present: dict[int, set[Tensor]] = {}
+        for group in self.param_groups:
+            present.setdefault(group["mechanic_row"], set()).update(group["params"])
+        former = self._stepped_params or {}
+        for row, params in present.items():
+            if any(DELTA in self.state.get(p, ()) for p in former.get(row, params) - params):
+                raise RuntimeError(
+                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
+                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
+                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
+                    "Where they were taken out for good, delete their optimizer.state"
+                )
+        self._stepped_groups, self._stepped_params = stepping, {**former, **present}
+
     def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
@@ -176,15 +200,16 @@ class Mechanic(Optimizer):
 
     def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
         if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
-            self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group)
+            self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group, self._elements)
         return self._reduction, self._buckets(self._reduction)
 
     def _buckets(self, reduction: Reduction) -> list[Bucket]:
         """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
         buckets: dict[tuple[Any, ...], Bucket] = {}
+        rows = groups.rows_of(self.param_groups)
         for group in self.param_groups:
             ascends = group.get("maximize", getattr(self.base, "maximize", False))
-            row, sign = group["mechanic_row"], -1.0 if ascends else 1.0
+            row, sign = rows[group["mechanic_row"]], -1.0 if ascends else 1.0
             for p in group["params"]:
                 if not p.requires_grad:
                     continue

@@ -59,16 +59,27 @@ class Reduction:
         params: all parameters of the optimizer.
         process_group: a group in which every rank holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             Without it plain tensors are taken to be the same on every rank, as under DDP.
+        elements: how many the optimizer was built on.
     """
 
-    def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None) -> None:
+    def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None, elements: int = 0) -> None:
         params = list(params)
         _require_full_precision(params)
+        if any(hasattr(p, "ds_id") for p in params):
+            raise ValueError(
+                "Mechanic does not work under DeepSpeed's ZeRO stage 3, which steps its optimizer part by part and "
+                "pads the parts with uninitialised memory; use stage 1 or 2 with one param group, or fully_shard"
+            )
         layouts = {(p.device_mesh, p.placements) for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
         if process_group is None and any(getattr(p, "_fsdp_flattened", False) for p in params):
             raise ValueError(
                 "under FullyShardedDataParallel every rank holds other data in plain tensors; tell Mechanic the group "
                 "to sum over, Mechanic(base, process_group=torch.distributed.group.WORLD), or use fully_shard"
+            )
+        if process_group is None and _are_partitions(params, elements):
+            raise ValueError(
+                "every rank holds a partition of the parameters in plain tensors, as under DeepSpeed's ZeRO; tell "
+                "Mechanic the group to sum over, Mechanic(base, process_group=torch.distributed.group.WORLD)"
             )
         self.group = process_group or _group_of(layouts)
         size = 1 if self.group is None else self.group.size()
@@ -93,6 +104,14 @@ class Reduction:
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums
+
+
+def _are_partitions(params: list[Tensor], elements: int) -> bool:
+    """Whether a framework has swapped the model's parameters for tensors of its own that hold less than they did."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    swapped = any(not isinstance(p, torch.nn.Parameter) for p in params)
+    return swapped and sum(p.numel() for p in params) < elements
 
 
 def _require_full_precision(params: list[Tensor]) -> None:
