@@ -11,6 +11,7 @@ html_theme = "furo"
 html_title = "Mechanic"
 nitpicky = True
 # Of torch and the standard library; nothing is fetched to resolve them.
-nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|Array|Any|Floats|ProcessGroup).*")]
+foreign = "torch|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"
+nitpick_ignore_regex = [(r"py:.*", rf"({foreign}).*")]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

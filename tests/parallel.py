@@ -1,10 +1,12 @@
 """Training over processes, and the same in one: what the ranks of test_parallel.py do.
 
-Run by torch.multiprocessing, one spawn per number of ranks; every case writes what it found into a file.
+One spawn per number of ranks; rank 0 writes what every case found into a file.
 """
 
 import functools
+import multiprocessing
 import os
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -459,6 +461,23 @@ CASES = {
     3: [ddp, fsdp2, tensor_parallel, fsdp1_flat, fsdp1_orig, zero_redundancy],
     4: [ddp, fsdp2, hsdp, tensor_parallel, tensor_parallel_fsdp2, two_meshes, fsdp1_orig, zero_redundancy],
 }
+
+
+def on_ranks(target, ranks, timeout, *arguments):
+    """Run ``target(rank, ...)`` on so many processes, every one of which is gone when this returns."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.exitcode for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def main(rank, ranks, folder, jobs=None):

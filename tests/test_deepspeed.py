@@ -4,9 +4,7 @@ In an environment of its own, ``make test-deepspeed``.
 """
 
 import itertools
-import multiprocessing
 import os
-import time
 import traceback
 from pathlib import Path
 
@@ -82,19 +80,7 @@ def main(rank, folder):
 
 
 def test_every_stage_is_right_or_refused(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=main, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        assert [process.exitcode for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    parallel.on_ranks(main, 2, TIMEOUT, str(tmp_path))
     for (*setting, base), report in torch.load(tmp_path / "results.pt", weights_only=False).items():
         if tuple(setting) in RIGHT:
             assert "refused" not in report, (setting, base, report["at"])

@@ -1,10 +1,8 @@
 """Training over processes follows one process, whatever the layout. Real processes, on gloo."""
 
 import json
-import multiprocessing
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,21 +14,9 @@ TIMEOUT = 240  # seconds, for all cases of one number of ranks
 
 
 def run(ranks, folder, jobs=None):
-    """What the cases (or jobs) found on so many processes, every one of which is gone when this returns."""
-    context = multiprocessing.get_context("spawn")
+    """What the cases (or jobs) found on so many ranks."""
     folder.mkdir()
-    processes = [context.Process(target=parallel.main, args=(rank, ranks, str(folder), jobs)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        assert [process.exitcode for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    parallel.on_ranks(parallel.main, ranks, TIMEOUT, ranks, str(folder), jobs)
     found = torch.load(folder / "results.pt", weights_only=False)
     assert {case: report["error"] for case, report in found.items() if "error" in report} == {}
     return found
