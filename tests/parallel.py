@@ -165,6 +165,45 @@ def tensor_parallel(base, per_group):
     return report(parameters(model), optimizer.scales(), alone(base, per_group), tuners_of(optimizer))
 
 
+class NormedModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first, self.second = nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs):
+        return self.second(torch.tanh(self.first(self.norm(inputs))))
+
+
+def sequence_parallel(base, per_group):
+    """Autograd leaves the norm's gradients as partial sums, one per rank."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    models = NormedModel(), NormedModel()
+    layouts = {
+        "norm": SequenceParallel(),
+        "first": ColwiseParallel(input_layouts=Shard(1)),
+        "second": RowwiseParallel(),
+    }
+    parallelize_module(models[1], init_device_mesh("cpu", (2,)), layouts)
+    optimizers = [wrap(model, base, per_group) for model in models]
+    for step in range(STEPS):
+        inputs = torch.randn(4, 6, 12, generator=torch.Generator().manual_seed(step))
+        own = inputs.chunk(2, dim=1)[dist.get_rank()]
+        for model, optimizer, part in zip(models, optimizers, (inputs, own), strict=True):
+            optimizer.zero_grad()
+            (model(part) - torch.sin(inputs[..., :3])).square().mean().backward()
+            optimizer.step()
+    expected = parameters(models[0]), optimizers[0].scales()
+    return report(parameters(models[1]), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
+
+
 def tensor_parallel_fsdp2(base, per_group):
     from torch.distributed.fsdp import fully_shard
 
@@ -456,7 +495,14 @@ def _path(folder, layout, base, flatten, ranks=None):
 CASES = {
     2: [
         *(ddp, fsdp2, fsdp2_offload, tensor_parallel, fsdp1_flat, fsdp1_orig, zero_redundancy, pipeline),
-        *(no_gradient_on_some_ranks, mixed_precision, collectives, one_bad_rank, fsdp1_without_a_group),
+        *(
+            sequence_parallel,
+            no_gradient_on_some_ranks,
+            mixed_precision,
+            collectives,
+            one_bad_rank,
+            fsdp1_without_a_group,
+        ),
     ],
     3: [ddp, fsdp2, tensor_parallel, fsdp1_flat, fsdp1_orig, zero_redundancy],
     4: [ddp, fsdp2, hsdp, tensor_parallel, tensor_parallel_fsdp2, two_meshes, fsdp1_orig, zero_redundancy],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
-from mechanic.torch.shards import get_local, local, local_grad, set_local
+from mechanic.torch.shards import get_local, local, set_local
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
@@ -117,7 +117,7 @@ class Bucket:
         return [local(p) for p in self.params]
 
     def _grads(self) -> list[Tensor]:
-        return [local_grad(p) for p in self.params] if self.has_grad else []
+        return [local(p.grad) for p in self.params if p.grad is not None]
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):

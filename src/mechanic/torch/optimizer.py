@@ -18,7 +18,7 @@ from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
-from mechanic.torch.shards import Reduction
+from mechanic.torch.shards import Reduction, cut_grad_as_parameter
 from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Mechanic(Optimizer):
     def _buckets(self, reduction: Reduction) -> list[Bucket]:
         """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
         buckets: dict[tuple[Any, ...], Bucket] = {}
-        rows = groups.rows_of(self.param_groups)
+        rows, frozen = groups.rows_of(self.param_groups), self.is_frozen
         for group in self.param_groups:
             ascends = group.get("maximize", getattr(self.base, "maximize", False))
             row, sign = rows[group["mechanic_row"]], -1.0 if ascends else 1.0
@@ -218,6 +218,7 @@ class Mechanic(Optimizer):
                         f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
                         "build the embedding with sparse=False"
                     )
+                cut_grad_as_parameter(p)
                 state = self.state.get(p, {})
                 has_grad = p.grad is not None
                 # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
@@ -226,7 +227,7 @@ class Mechanic(Optimizer):
                 if (bucket := buckets.get(key)) is None:
                     bucket = buckets[key] = Bucket(*key)
                 bucket.params.append(p)
-                bucket.own.append(own_state(p, state, frozen=self.is_frozen) if moves else {})
+                bucket.own.append(own_state(p, state, frozen=frozen) if moves else {})
         return list(buckets.values())
 
     def _complete_state(self) -> None:
@@ -317,8 +318,8 @@ class Mechanic(Optimizer):
         for name, sharing in self._groups_by_tuner().items():
             for group in sharing:
                 group["mechanic_frozen"] = scales[name]
-        for state in self.state.values():
-            state.pop(DELTA, None)
+        for p in groups.params_of(self.param_groups):
+            self.state.get(p, {}).pop(DELTA, None)
 
     def release(self) -> Optimizer:
         """Hand back the base, its learning rates multiplied by what was learned; this Mechanic steps no more.
@@ -340,8 +341,8 @@ class Mechanic(Optimizer):
                     group[key] = group[key] * factor
             for key in (*GROUP_KEYS, *OPTIONAL_GROUP_KEYS):
                 group.pop(key, None)
-        for state in self.state.values():
-            state.pop(RESIDUAL, None)
+        for p in groups.params_of(self.param_groups):
+            self.state.get(p, {}).pop(RESIDUAL, None)
         self.base.load_state_dict(self.base.state_dict())  # casts the moments to the parameters' dtype
         return self.base
 

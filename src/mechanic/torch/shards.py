@@ -31,12 +31,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local_grad(p: Tensor) -> Tensor:
-    """What this rank holds of a gradient, cut as its parameter is."""
+def cut_grad_as_parameter(p: Tensor) -> None:
+    """Lay a gradient out as its parameter is, as the base would have to: autograd may leave it as partial sums."""
     grad: Any = p.grad
-    if is_dtensor(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-    return local(grad)
+    if is_dtensor(p) and grad is not None and grad.placements != p.placements:  # type: ignore[attr-defined]
+        p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
 def get_local(tensor: Tensor) -> Tensor:
