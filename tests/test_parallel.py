@@ -10,7 +10,7 @@ import torch
 
 import parallel
 
-TIMEOUT = 240  # seconds, for all cases of one number of ranks
+TIMEOUT = 600  # seconds, for all cases of one number of ranks
 
 
 def run(ranks, folder, jobs=None):
