@@ -56,23 +56,32 @@ def test_quadratic(config, after_500, after_2000, half_by):
 
 
 @pytest.mark.parametrize(
-    ("config", "train_loss"), [(TunerConfig.paper(), 0.100), (ABSOLUTE_1E_6, 0.086), (TunerConfig(), 0.068)]
+    ("config", "train_loss"), [(TunerConfig.paper(), 0.082), (ABSOLUTE_1E_6, 0.053), (TunerConfig(), 0.02)]
 )
 def test_logistic_regression_on_digits(config, train_loss):
+    """Standardised pixels; the mean over two splits, whose test accuracies differ by two points."""
+    losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(2)), strict=True)
+    assert sum(losses) / 2 <= train_loss
+    assert sum(accuracies) / 2 >= 0.95
+
+
+def logistic_regression(config, seed):
+    """Train loss and test accuracy after 800 steps on batches of 32."""
     images, labels = digits()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    images = (images - images.mean(0)) / (images.std(0) + 1e-8)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     train, test = order[:1400], order[1400:]
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = torch.nn.Linear(64, 10)
 
     def loss(step):
-        rows = train[torch.randint(1400, (32,), generator=torch.Generator().manual_seed(1000 + step))]
+        rows = train[torch.randint(1400, (32,), generator=torch.Generator().manual_seed(1000 * seed + step))]
         return cross_entropy(model(images[rows]), labels[rows])
 
     run(model.parameters(), loss, 800, config)
     with torch.no_grad():
-        assert cross_entropy(model(images[train]), labels[train]) <= train_loss
-        assert (model(images[test]).argmax(1) == labels[test]).float().mean() >= 0.95
+        accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+        return cross_entropy(model(images[train]), labels[train]).item(), accuracy
 
 
 @pytest.mark.parametrize(
