@@ -69,10 +69,11 @@ def wrap(model, base, per_group, **options):
     return Mechanic(cls(param_groups(model, per_group), **arguments), **options)
 
 
-def train(model, optimizer, steps=STEPS, first=0, part=share):
+def train(model, optimizer, steps=STEPS, first=0, part=share, after_backward=lambda step: None):
     for step in range(first, first + steps):
         optimizer.zero_grad()
         loss_of(model, step, part).backward()
+        after_backward(step)
         optimizer.step()
 
 
@@ -275,7 +276,56 @@ def _in_world(cls, params, **arguments):
     return Mechanic(cls.base_class(params, **arguments), process_group=dist.group.WORLD)
 
 
-def pipeline(base, per_group):
+def lose_gradient(p, step):
+    """Now and then a parameter has none."""
+    if step % 3 == 1:
+        p.grad = None
+
+
+class _HalvedModel(Model):
+    """The same model, the two halves of whose first weight are parameters of their own."""
+
+    def __init__(self):
+        super().__init__()
+        weight = self.first.weight.detach()
+        del self.first.weight
+        self.first.halves = nn.ParameterList(half.clone() for half in weight.chunk(2))
+
+    def forward(self, inputs):
+        self.first.weight = torch.cat(list(self.first.halves))
+        return super().forward(inputs)
+
+
+def tensor_parallel_without_a_gradient(base, per_group):
+    """The second rank loses the gradient of its half of a weight: as if that were a parameter of its own."""
+    halved = _HalvedModel()
+    together = wrap(halved, base, per_group)
+    lower = halved.first.halves[1]
+    train(halved, together, part=lambda tensor: tensor, after_backward=lambda step: lose_gradient(lower, step))
+    expected = parameters(halved)
+    expected["first.weight"] = torch.cat([expected.pop(f"first.halves.{half}") for half in range(2)])
+
+    model = parallelize(Model(), init_device_mesh("cpu", (2,)))
+    optimizer = wrap(model, base, per_group)
+
+    def after_backward(step):
+        if dist.get_rank() == 1:
+            lose_gradient(model.first.weight, step)
+
+    train(model, optimizer, part=lambda tensor: tensor, after_backward=after_backward)
+    return report(parameters(model), optimizer.scales(), (expected, together.scales()), tuners_of(optimizer))
+
+
+def pipeline_without_a_gradient(base, per_group):
+    """A parameter of the second stage has no gradient now and then."""
+    model = Model()
+    together = wrap(model, base, per_group)
+    second = model.second.weight
+    train(model, together, part=lambda tensor: tensor, after_backward=lambda step: lose_gradient(second, step))
+    return pipeline(base, per_group, (parameters(model), together.scales()), losing="second.weight")
+
+
+def pipeline(base, per_group, expected=None, losing=None):
     """Other parameters on every rank: the user names the group to sum over."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -293,11 +343,14 @@ def pipeline(base, per_group):
         inputs, targets = batch(step)
         optimizer.zero_grad()
         schedule.step(inputs) if rank == 0 else schedule.step(target=targets)
+        if rank == 1 and losing:
+            lose_gradient(stage_model.get_parameter(losing), step)
         optimizer.step()
     own_parameters = {name.removeprefix("model."): p.detach().clone() for name, p in stage_model.named_parameters()}
     stages = [None, None]
     dist.all_gather_object(stages, own_parameters)
-    return report(stages[0] | stages[1], optimizer.scales(), alone(base, per_group), tuners_of(optimizer))
+    expected = expected or alone(base, per_group)
+    return report(stages[0] | stages[1], optimizer.scales(), expected, tuners_of(optimizer))
 
 
 class _FirstStage(nn.Module):
@@ -330,8 +383,7 @@ def no_gradient_on_some_ranks(base, per_group):
         return [loss_of(model, 2 * step + i, part=lambda tensor: tensor) for i, model in enumerate(models)]
 
     def drop(step):
-        if step % 3 == 1:
-            models[1].second.weight.grad = None
+        lose_gradient(models[1].second.weight, step)
 
     together = Mechanic(cls([p for model in models for p in model.parameters()], **arguments))
     for step in range(STEPS):
@@ -498,6 +550,8 @@ CASES = {
         *(
             sequence_parallel,
             no_gradient_on_some_ranks,
+            tensor_parallel_without_a_gradient,
+            pipeline_without_a_gradient,
             mixed_precision,
             collectives,
             one_bad_rank,
