@@ -9,7 +9,7 @@ setup:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group check --group test --group docs
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group check --group test --group docs --group benchmarks
 
 check:
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""A step of FSDP2 + Mechanic(AdamW) against FSDP2 + AdamW, interleaved in one run: ``torchrun --nproc-per-node 2 FILE``."""
+"""A step of FSDP2 + Mechanic(AdamW) against FSDP2 + AdamW, interleaved: ``torchrun --nproc-per-node 2 FILE``."""
 
 import argparse
 import time
@@ -55,10 +55,9 @@ def main():
     models = small_gpt(), small_gpt()
     bare, wrapped = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models)
     contenders = [(models[0], bare), (models[1], Mechanic(wrapped))]
-    seconds = []  # [repeats][bare, Mechanic][step, whole]
-    for _ in range(repeats + 3):
-        seconds.append([timed_step(model, optimizer, tokens) for model, optimizer in contenders])
-    seconds = torch.tensor(seconds[3:])
+    steps = range(repeats + 3)
+    seconds = [[timed_step(model, optimizer, tokens) for model, optimizer in contenders] for _ in steps]
+    seconds = torch.tensor(seconds[3:])  # [repeats, bare and Mechanic, step and whole]
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for p in models[0].parameters())
         medians = seconds.median(0).values

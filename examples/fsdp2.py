@@ -4,6 +4,10 @@
 
 Run it again on another number of processes and it continues from the last checkpoint. Mechanic adds one all-reduce of
 40 bytes to a step; its state is sharded and saved with the optimizer's.
+
+torchrun can also restart it when a rank dies. Its ranks then need a new store, or they may look for the dead ones:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 4 --nproc-per-node 2 examples/fsdp2.py ...
 """
 
 import argparse

@@ -1,0 +1,43 @@
+"""``python -m benchmarks run SUITE`` and ``python -m benchmarks report``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+
+from benchmarks import plan
+from benchmarks.recordbook import RECORDS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run what is not recorded yet")
+    run.add_argument("suite", choices=plan.SUITES)
+    run.add_argument("--seeds", type=int, default=3)
+    run.add_argument("--address", help="of a Ray cluster; without it, all cores of this machine")
+    run.add_argument("--dry-run", action="store_true", help="list what would run, and how long")
+    report = commands.add_parser("report", help="tables and figures from the records")
+    report.add_argument("--out", type=Path, default=Path("docs"))
+    arguments = parser.parse_args()
+
+    if arguments.command == "report":
+        from benchmarks import report as reporting
+
+        reporting.write(arguments.records, arguments.out)
+        return
+    from benchmarks import runner
+
+    pairs = plan.SUITES[arguments.suite]
+    if arguments.dry_run:
+        runner.list_runs(pairs, arguments.seeds, arguments.records, os.cpu_count() or 1)
+        return
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
+    runner.run_suite(pairs, arguments.seeds, arguments.records, arguments.address)
+
+
+if __name__ == "__main__":
+    main()

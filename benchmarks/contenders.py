@@ -1,0 +1,160 @@
+"""Who competes: bases over a grid of learning rates, ours around them, and the peers as their authors advise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks.tasks import Task
+from mechanic import TunerConfig
+from mechanic.torch import Mechanic
+
+Build = Callable[[nn.Module, Task, float], Optimizer]  # model, task, learning rate
+
+
+def base_class(name: str, task: Task) -> Callable[..., Optimizer]:
+    """A base with all its options but the learning rate."""
+    if name == "sgd":
+        return functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=task.l2, fused=True)
+    if name == "adamw":
+        return functools.partial(torch.optim.AdamW, weight_decay=task.weight_decay, fused=True)
+    if name == "nadamw":
+        return functools.partial(
+            torch.optim.NAdam, weight_decay=task.weight_decay, decoupled_weight_decay=True, foreach=True
+        )
+    if name == "lion":
+        from pytorch_optimizer import Lion
+
+        return functools.partial(Lion, betas=(0.9, 0.99), weight_decay=task.weight_decay)
+    raise KeyError(name)
+
+
+BASES = {"sgd": 0.1, "adamw": 1e-3, "nadamw": 1e-3, "lion": 1e-4}  # with the middle of the grid
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer, and against which tuned base it is measured."""
+
+    name: str
+    base: str
+    build: Build
+    lr: float | None = None  # None: to be tuned on a grid
+    follows_schedule: bool = True
+    averages: bool = False  # evaluated at DoG's average of the iterates
+    lrs: tuple[float, ...] = ()  # where several are to be run all the same
+
+
+def _bare(name: str) -> Build:
+    return lambda model, task, lr: base_class(name, task)(model.parameters(), lr=lr)
+
+
+def _ours(name: str, config: Callable[[], TunerConfig] = TunerConfig) -> Build:
+    return lambda model, task, lr: Mechanic(_bare(name)(model, task, lr), config=config())
+
+
+def _mechanic_pytorch(name: str) -> Build:
+    def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
+        from mechanic_pytorch import mechanize
+
+        partial: Any = base_class(name, task)
+        return mechanize(partial.func)(model.parameters(), lr=lr, **partial.keywords)
+
+    return build
+
+
+def _d_adaptation(kind: str) -> Build:
+    def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
+        import dadaptation
+
+        if kind == "sgd":
+            return dadaptation.DAdaptSGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=task.l2)
+        if kind == "lion":
+            return dadaptation.DAdaptLion(model.parameters(), lr=lr, weight_decay=task.weight_decay)
+        return dadaptation.DAdaptAdam(model.parameters(), lr=lr, weight_decay=task.weight_decay, decouple=True)
+
+    return build
+
+
+def _prodigy(model: nn.Module, task: Task, lr: float) -> Optimizer:
+    from prodigyopt import Prodigy
+
+    # Under a warm-up its authors advise the safeguard.
+    warms_up = task.schedule(0.0) < task.schedule(0.1)
+    return Prodigy(model.parameters(), lr=lr, weight_decay=task.weight_decay, safeguard_warmup=warms_up)
+
+
+def _dog(model: nn.Module, task: Task, lr: float) -> Optimizer:
+    from dog import DoG
+
+    return DoG(model.parameters(), lr=lr, weight_decay=task.l2)
+
+
+def _schedule_free(kind: str) -> Build:
+    def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
+        import schedulefree
+
+        warm_up = int(0.05 * task.steps)
+        if kind == "sgd":
+            optimizer = schedulefree.SGDScheduleFree
+            return optimizer(model.parameters(), lr=lr, momentum=0.9, weight_decay=task.l2, warmup_steps=warm_up)
+        optimizer = schedulefree.AdamWScheduleFree
+        return optimizer(model.parameters(), lr=lr, weight_decay=task.weight_decay, warmup_steps=warm_up)
+
+    return build
+
+
+def _prodigy_plus_schedule_free(model: nn.Module, task: Task, lr: float) -> Optimizer:
+    from prodigyplus import ProdigyPlusScheduleFree
+
+    return ProdigyPlusScheduleFree(model.parameters(), lr=lr, weight_decay=task.weight_decay)
+
+
+TUNED = [Contender(base, base, _bare(base)) for base in BASES]
+OURS = [
+    *(Contender(f"mechanic {base}", base, _ours(base), lr=1.0) for base in BASES),
+    *(Contender(f"mechanic-paper {base}", base, _ours(base, TunerConfig.paper), lr=1.0) for base in BASES),
+]
+PEERS = [
+    *(Contender(f"mechanic-pytorch {base}", base, _mechanic_pytorch(base), lr=1.0) for base in BASES),
+    *(Contender(f"d-adaptation {base}", base, _d_adaptation(base), lr=1.0) for base in ("sgd", "adamw", "lion")),
+    Contender("prodigy", "adamw", _prodigy, lr=1.0),
+    Contender("dog", "sgd", _dog, lr=1.0, follows_schedule=False, averages=True),
+    # Their authors' advice where nothing is tuned: the defaults.
+    Contender("schedule-free sgd", "sgd", _schedule_free("sgd"), lr=1.0, follows_schedule=False),
+    Contender("schedule-free adamw", "adamw", _schedule_free("adamw"), lr=0.0025, follows_schedule=False),
+    Contender("prodigy-plus-schedule-free", "adamw", _prodigy_plus_schedule_free, lr=1.0, follows_schedule=False),
+]
+
+# Each of ours' defaults changed alone, to see what it is worth.
+CHANGES: dict[str, dict[str, Any]] = {
+    "s_init=.001 relative": {"s_init": 0.001},
+    "s_init=.1 relative": {"s_init": 0.1},
+    "s_init=1e-6 absolute": {"s_init": 1e-6, "relative_start": False},
+    "s_init=1e-8 absolute": {"s_init": 1e-8, "relative_start": False},
+    "decay=0": {"decay": 0.0},
+    "decay=.001": {"decay": 0.001},
+    "decay=.1": {"decay": 0.1},
+    "no guard": {"guard": False},
+    "one beta .9999": {"betas": (0.9999,)},
+    "three betas": {"betas": (0.99, 0.999, 0.9999)},
+}
+VARIANTS = [
+    Contender(f"variant {change} / {base}", base, _ours(base, functools.partial(TunerConfig, **options)), lr=1.0)
+    for change, options in CHANGES.items()
+    for base in ("sgd", "adamw")
+]
+
+# Not contenders of the tables: what happens to ours when another lr is passed.
+FLAT = [
+    Contender(f"flat {base}", base, _ours(base), lrs=tuple(10.0**power for power in range(-6, 7, 2)))
+    for base in ("sgd", "adamw")
+]
+
+CONTENDERS = {contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *FLAT]}

@@ -1,0 +1,257 @@
+"""Figures of the page on results. Every contender has a colour and a mark of its own."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.plan import final
+
+if TYPE_CHECKING:
+    from benchmarks.report import Results
+
+# Okabe and Ito's colours, which all eyes tell apart.
+STYLES = {
+    "tuned": {"color": "#000000", "linestyle": "--", "marker": "|"},
+    "mechanic": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    "mechanic-paper": {"color": "#56B4E9", "linestyle": "-.", "marker": "s"},
+    "mechanic-pytorch": {"color": "#009E73", "linestyle": ":", "marker": "^"},
+    "d-adaptation": {"color": "#D55E00", "linestyle": "-", "marker": "v"},
+    "prodigy": {"color": "#CC79A7", "linestyle": "--", "marker": "D"},
+    "dog": {"color": "#E69F00", "linestyle": "-.", "marker": "P"},
+    "schedule-free": {"color": "#999999", "linestyle": ":", "marker": "X"},
+}
+LABELS = {
+    "tuned": "tuned learning rate",
+    "mechanic": "Mechanic",
+    "mechanic-paper": "Mechanic, paper preset",
+    "mechanic-pytorch": "mechanic-pytorch",
+    "d-adaptation": "D-Adaptation",
+    "prodigy": "Prodigy",
+    "dog": "DoG",
+    "schedule-free": "Schedule-Free",
+}
+LOOK = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "legend.frameon": False,
+    "svg.hashsalt": "mechanic",
+    "figure.constrained_layout.use": True,
+    "savefig.facecolor": "white",
+}
+SHOWN = ["mlp-fashion", "cnn-mnist", "resnet-cifar10", "gpt-shakespeare", "bert-mlm", "lstm-tatoeba"]
+SHOWN += ["bert-banking77", "vit-cifar10", "convex-letter"]
+
+
+def draw_all(results: Results, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        with plt.rc_context(LOOK):
+            figure = draw(results)
+            if figure is None:
+                continue
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            figure.savefig(folder / f"{name}.png", dpi=160)
+            plt.close(figure)
+
+
+def against_lr(results: Results) -> Any:
+    """The baseline's U and our flat line."""
+    shown = [("mlp-fashion", "adamw"), ("gpt-shakespeare", "adamw"), ("mlp-fashion", "sgd"), ("gpt-shakespeare", "sgd")]
+    shown = [(task, base) for task, base in shown if results.runs(task, f"flat {base}")][:2]
+    if not shown:
+        return None
+    figure, panels = plt.subplots(1, len(shown), figsize=(7.4, 2.9), squeeze=False)
+    for axis, (task, base) in zip(panels[0], shown, strict=True):
+        for contender, style in ((base, "tuned"), (f"flat {base}", "mechanic")):
+            by_lr = {lr: final(records[0]) for lr, records in sorted(results.runs(task, contender).items())}
+            label = {"adamw": "AdamW", "sgd": "SGD"}[base]
+            label = label if style == "tuned" else f"Mechanic({label})"
+            axis.plot(
+                list(by_lr), list(by_lr.values()), label=label, **{**STYLES[style], "marker": "o"}, markersize=3.5
+            )
+        start = results.initial(task, "train_loss")
+        axis.axhline(start, color="0.7", linewidth=0.8)
+        axis.text(1e-6, start, " untrained", color="0.45", va="bottom", fontsize=8)
+        axis.set_xscale("log")
+        axis.set_xlim(5e-7, 2e6)
+        axis.set_ylim(0, 1.25 * start)
+        axis.set_title(TITLES.get(task, task))
+        axis.set_xlabel("learning rate passed")
+    panels[0][0].set_ylabel("final train loss")
+    panels[0][0].legend(loc="center right")
+    return figure
+
+
+TITLES = {"mlp-fashion": "MLP on Fashion-MNIST", "gpt-shakespeare": "small GPT on Shakespeare"}
+
+
+def curves(results: Results) -> Any:
+    """Train loss over the steps, AdamW's family."""
+    contenders = [
+        ("tuned", None),
+        ("mechanic", "mechanic adamw"),
+        ("mechanic-paper", "mechanic-paper adamw"),
+        ("mechanic-pytorch", "mechanic-pytorch adamw"),
+        ("d-adaptation", "d-adaptation adamw"),
+        ("prodigy", "prodigy"),
+    ]
+
+    def draw(axis: Any, task: str) -> None:
+        best = results.tuned(task, "adamw", "train_loss")
+        for style, contender in contenders:
+            if contender is None:
+                records = results.runs(task, "adamw")[best[0]] if best else []
+            else:
+                records = [r for runs in results.runs(task, contender).values() for r in runs]
+            whole = [
+                r["curve"] for r in records if r["curve"].get("train_loss") and None not in r["curve"]["train_loss"]
+            ]
+            if whole:
+                mean = np.mean([curve["train_loss"] for curve in whole], 0)
+                look = {**STYLES[style], "marker": None}
+                axis.plot(whole[0]["step"], mean, label=LABELS[style], linewidth=1.4, **look)
+        axis.set_yscale("log")
+        axis.set_xlabel("step")
+
+    return _panels(results, draw, "train loss")
+
+
+def scales(results: Results) -> Any:
+    """S over the steps, AdamW; the tuned learning rate as a level."""
+
+    def draw(axis: Any, task: str) -> None:
+        for style in ("mechanic", "mechanic-paper"):
+            records = [r for runs in results.runs(task, f"{style} adamw").values() for r in runs]
+            for index, record in enumerate(records):
+                curve = record["curve"]
+                values = [value or np.nan for value in curve["scale"]]
+                look = {**STYLES[style], "marker": None}
+                axis.plot(curve["step"], values, label=None if index else LABELS[style], linewidth=1, **look)
+        if best := results.tuned(task, "adamw", "train_loss"):
+            axis.axhline(best[0], label=LABELS["tuned"], color="0.2", linestyle="--", linewidth=1)
+        axis.set_yscale("log")
+        axis.set_xlabel("step")
+
+    return _panels(results, draw, "learned scale S")
+
+
+def _panels(results: Results, draw: Callable[[Any, str], None], ylabel: str) -> Any:
+    tasks = [task for task in SHOWN if results.runs(task, "mechanic adamw")]
+    if not tasks:
+        return None
+    rows = (len(tasks) + 2) // 3
+    figure, axes = plt.subplots(rows, 3, figsize=(7.6, 2.1 * rows + 0.5), squeeze=False)
+    for axis in axes.flat[len(tasks) :]:
+        axis.set_visible(False)
+    for axis, task in zip(axes.flat, tasks, strict=False):
+        draw(axis, task)
+        axis.set_title(task)
+    for row in axes:
+        row[0].set_ylabel(ylabel)
+    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def rho_per_task(results: Results) -> Any:
+    """One line per task; a mark per contender, mean over its bases, the spread over bases and seeds behind it."""
+    from benchmarks.report import members
+
+    tasks = [task for task in results.tasks()[::-1] if results.rho(task, "mechanic adamw", "adamw")]
+    if not tasks:
+        return None
+    families = [name for name in STYLES if name != "tuned"]
+    figure, axis = plt.subplots(figsize=(7.6, 0.32 * len(tasks) + 1.4))
+    for offset, name in enumerate(families):
+        for row, task in enumerate(tasks):
+            seeds: list[float] = []
+            for base, contender in members(name).items():
+                seeds += results.rho(task, contender, base)
+            if not seeds:
+                continue
+            height = row + 0.36 * (1 - 2 * offset / (len(families) - 1))
+            style = STYLES[name]
+            axis.plot([min(seeds), max(seeds)], [height, height], color=style["color"], linewidth=0.8, alpha=0.5)
+            label = LABELS[name] if row == 0 else None
+            axis.plot(statistics.mean(seeds), height, style["marker"], color=style["color"], markersize=4, label=label)
+    axis.axvline(0, color="black", linewidth=0.8)
+    for row in range(0, len(tasks), 2):
+        axis.axhspan(row - 0.5, row + 0.5, color="0.96", zorder=0)
+    axis.set_xscale("symlog", linthresh=0.02, linscale=0.8)
+    ticks = [-0.1, -0.01, 0, 0.01, 0.1, 1]
+    axis.set_xticks(ticks, [f"{100 * tick:g}" for tick in ticks])
+    axis.set_yticks(range(len(tasks)), tasks)
+    axis.set_ylim(-0.6, len(tasks) - 0.4)
+    axis.set_xlabel("ρ in %: 0 = tuned learning rate, 100 = learned nothing; linear within ±2")
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure
+
+
+def profiles(results: Results) -> Any:
+    """Which share of all tasks and bases a contender brings within a distance of the tuned base."""
+    figure, axis = plt.subplots(figsize=(5.6, 3.4))
+    levels = np.concatenate([[0], np.logspace(-3, 0, 200)])
+    for name, style in STYLES.items():
+        if name == "tuned" or not (found := list(results.family(name).values())):
+            continue
+        shares = [np.mean([value <= level for value in found]) for level in levels]
+        look = {**style, "marker": None}
+        axis.plot(levels, shares, label=LABELS[name], linewidth=1.6, drawstyle="steps-post", **look)
+    axis.set_xscale("symlog", linthresh=1e-3, linscale=0.4)
+    ticks = [0, 1e-3, 1e-2, 1e-1, 1]
+    axis.set_xticks(ticks, [f"{100 * tick:g}" for tick in ticks])
+    axis.set_ylim(0, 1.02)
+    axis.set_xlabel("ρ at most, in %")
+    axis.set_ylabel("share of tasks and bases")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def batch_and_width(results: Results) -> Any:
+    """The paper's figure: the learned scale against batch size and model size."""
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.8))
+    for axis, kind, label in zip(axes, ("batch", "width"), ("batch size", "width of the model"), strict=True):
+        prefix = f"bert-mlm-{kind}"
+        sizes = sorted(int(task.removeprefix(prefix)) for task, _ in results._runs if task.startswith(prefix))
+        sizes = sorted(set(sizes))
+        if not sizes:
+            return None
+        tuned, learned = [], []
+        for size in sizes:
+            records = [r for runs in results.runs(f"{prefix}{size}", "mechanic adamw").values() for r in runs]
+            learned.append([statistics.median(r["curve"]["scale"][3:]) for r in records])
+            tuned.append(_best_lr(results, f"{prefix}{size}"))
+        style = STYLES["mechanic"]
+        axis.plot(sizes, [np.mean(values) for values in learned], label="Mechanic: median S", **style, markersize=4)
+        axis.plot(sizes, tuned, label="best of the grid", color="black", linestyle="--", marker="x", markersize=5)
+        axis.set(xscale="log", yscale="log", xlabel=label, xticks=sizes, xticklabels=sizes)
+        axis.minorticks_off()
+    axes[0].set_ylabel("learning rate")
+    axes[0].legend()
+    return figure
+
+
+def _best_lr(results: Results, task: str) -> float:
+    by_lr = {lr: statistics.mean(final(r) for r in runs) for lr, runs in results.runs(task, "adamw").items()}
+    return min(by_lr, key=by_lr.__getitem__) if by_lr else np.nan
+
+
+FIGURES = {
+    "against-lr": against_lr,
+    "curves": curves,
+    "scales": scales,
+    "rho": rho_per_task,
+    "profiles": profiles,
+    "batch-and-width": batch_and_width,
+}

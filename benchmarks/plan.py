@@ -1,0 +1,87 @@
+"""Which runs a suite still needs, given the records: a pure function, so that resuming is nothing special."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.contenders import BASES, CONTENDERS, FLAT, OURS, PEERS, TUNED, VARIANTS, Contender
+from benchmarks.tasks import BATCHES, CONVEX, CPU, FINE_TUNING, HARD, IMAGES, LANGUAGE, TABULAR, TASKS, WIDTHS, Task
+from benchmarks.training import EVALUATED_AT, Run
+
+Records = Mapping[Run, dict[str, Any]]
+Pair = tuple[Task, Contender]
+
+GRID = range(-4, 5)  # half decades around the middle
+FARTHEST = 20  # half decades: where even a growing grid ends
+EVERYONE = [*TUNED, *OURS, *PEERS]
+_ADAMW = [CONTENDERS["adamw"], CONTENDERS["mechanic adamw"]]
+
+
+def _product(tasks: Iterable[Task], contenders: Iterable[Contender]) -> list[Pair]:
+    return [(task, contender) for task in tasks for contender in contenders]
+
+
+SUITES = {
+    "smoke": _product([TASKS["convex-iris"]], EVERYONE),
+    "convex": _product(CONVEX, EVERYONE),
+    "flat": _product([TASKS["mlp-fashion"], TASKS["gpt-shakespeare"]], FLAT),
+    "images": _product(IMAGES, EVERYONE),
+    "language": _product([TABULAR, *LANGUAGE], EVERYONE),
+    "fine-tuning": _product(FINE_TUNING, EVERYONE),
+    "scale": _product([*BATCHES, *WIDTHS], _ADAMW),
+    "hard": _product(HARD, EVERYONE),
+}
+SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
+SUITES["defaults"] = _product(CPU, VARIANTS)
+
+
+def final(record: dict[str, Any], key: str = "train_loss") -> float:
+    """The mean of the last three evaluations; infinite where the run broke off."""
+    values = record["curve"].get(key, [])
+    if len(values) < len(EVALUATED_AT) or None in values:
+        return math.inf
+    return sum(values[-3:]) / 3
+
+
+def grid_point(base: str, index: int) -> float:
+    return float(f"{BASES[base] * 10 ** (index / 2):.3g}")
+
+
+def needed(task: Task, contender: Contender, records: Records, seeds: int) -> list[Run]:
+    """The runs that can be started now; more may be needed when these are recorded."""
+
+    def missing(lrs: Iterable[float], wanted: Iterable[int]) -> list[Run]:
+        runs = [Run(task.name, contender.name, lr, seed) for seed in wanted for lr in lrs]
+        return [run for run in runs if run not in records]
+
+    if contender.lrs:
+        return missing(contender.lrs, [0])
+    if contender.lr is not None:
+        return missing([contender.lr], range(seeds))
+
+    points = {index: grid_point(contender.base, index) for index in range(-FARTHEST, FARTHEST + 1)}
+    tried = {index for index, lr in points.items() if Run(task.name, contender.name, lr, 0) in records}
+    if runs := missing([points[index] for index in GRID], [0]):
+        return runs
+    on_grid = range(min(tried), max(tried) + 1)
+    if runs := missing([points[index] for index in on_grid], [0]):
+        return runs
+    again = set()
+    for key in ("train_loss", "test_loss"):
+        losses = {i: final(records[Run(task.name, contender.name, points[i], 0)], key) for i in on_grid}
+        best = min(losses, key=losses.__getitem__)
+        grown = {best - 1, best + 1} - tried
+        if grown and abs(best) < FARTHEST:
+            return missing([points[index] for index in grown], [0])
+        # Neighbours too where the tables look for the best: on one seed it may be the best by luck.
+        again |= {best} if key == "test_loss" else {best - 1, best, best + 1} & tried
+    return missing([points[index] for index in sorted(again)], range(1, seeds))
+
+
+def expected_runs(contender: Contender, seeds: int) -> int:
+    """About how many runs a pair takes from nothing."""
+    if contender.lrs:
+        return len(contender.lrs)
+    return seeds if contender.lr is not None else len(GRID) + 1 + 4 * (seeds - 1)

@@ -1,0 +1,57 @@
+"""Records of runs on disk, one file per task and one line per run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tasks import TASKS
+from benchmarks.training import Run
+
+RECORDS = Path(__file__).parent / "records"
+
+
+class RecordBook:
+    """All records of a folder. Only the driver writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: dict[Run, dict[str, Any]] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        whole = 0
+        content = path.read_bytes()
+        for line in content.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # the driver was killed while it wrote this
+            whole += len(line)
+            record = json.loads(line)
+            self.records[run_of(record)] = record
+        if whole < len(content):
+            os.truncate(path, whole)
+
+    def add(self, record: dict[str, Any]) -> None:
+        if (run := run_of(record)) in self.records:
+            return
+        self.records[run] = record
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"{run.task}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def seconds_per_run(self) -> dict[str, float]:
+        """By task, as recorded; before that, as the task guesses."""
+        spent: dict[str, list[float]] = defaultdict(list)
+        for run, record in self.records.items():
+            spent[run.task].append(record["seconds"])
+        return {name: sum(spent[name]) / len(spent[name]) if name in spent else TASKS[name].seconds for name in TASKS}
+
+
+def run_of(record: dict[str, Any]) -> Run:
+    return Run(record["task"], record["contender"], record["lr"], record["seed"])

@@ -1,0 +1,315 @@
+"""Tables and figures from the records alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import CHANGES
+from benchmarks.plan import final
+from benchmarks.recordbook import RecordBook
+from benchmarks.training import Run
+
+BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
+FAMILIES = {  # by the first word of a contender's name
+    "mechanic": "Mechanic",
+    "mechanic-paper": "Mechanic, paper preset",
+    "mechanic-pytorch": "mechanic-pytorch",
+    "d-adaptation": "D-Adaptation",
+    "prodigy": "Prodigy",
+    "dog": "DoG, averaged",
+    "schedule-free": "Schedule-Free, default lr",
+    "prodigy-plus-schedule-free": "Prodigy + Schedule-Free",
+}
+ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"}  # measured against one base
+LOSSES = ("train_loss", "test_loss")
+NOT_RANKED = ("bert-mlm-batch", "bert-mlm-width", "convex-cifar100_histograms-centred")  # studies of their own
+
+
+class Results:
+    """Questions to the records."""
+
+    def __init__(self, records: dict[Run, dict[str, Any]], seeds: int = 3) -> None:
+        self.records, self.seeds = records, seeds
+        self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        for run in sorted(records):
+            self._runs[run.task, run.contender][run.lr].append(records[run])
+
+    def tasks(self) -> list[str]:
+        """All that are ranked, easiest to name first."""
+        found = {task for task, _ in self._runs}
+        return sorted(task for task in found if not task.startswith(NOT_RANKED))
+
+    def runs(self, task: str, contender: str) -> dict[float, list[dict[str, Any]]]:
+        """By learning rate, one record per seed."""
+        return self._runs.get((task, contender), {})
+
+    @functools.cache  # noqa: B019 - lives as long as the report
+    def tuned(self, task: str, base: str, key: str) -> tuple[float, list[float]] | None:
+        """The best learning rate of those run on every seed, and its final losses by seed."""
+        by_lr = {
+            lr: [final(record, key) for record in records]
+            for lr, records in self.runs(task, base).items()
+            if len(records) >= self.seeds
+        }
+        return min(by_lr.items(), key=lambda item: statistics.mean(item[1])) if by_lr else None
+
+    def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
+        """By seed: 0 is the tuned base, 1 has learned nothing; also where a run broke off."""
+        best = self.tuned(task, base, key)
+        if best is None:
+            return []
+        tuned = statistics.mean(best[1])
+        found = []
+        for records in self.runs(task, contender).values():
+            for record in records:
+                start = self.initial(task, key)
+                found.append(min(1.0, (final(record, key) - tuned) / (start - tuned)))
+        return found
+
+    @functools.cache  # noqa: B019
+    def initial(self, task: str, key: str) -> float:
+        values = [r["curve"][key][0] for run, r in self.records.items() if run.task == task and r["curve"].get(key)]
+        return statistics.mean(values)
+
+    def family(self, name: str, key: str = "train_loss") -> dict[tuple[str, str], float]:
+        """Mean rho of a family's contenders, by task and base."""
+        found = {}
+        for base, contender in members(name).items():
+            for task in self.tasks():
+                if values := self.rho(task, contender, base, key):
+                    found[task, base] = statistics.mean(values)
+        return found
+
+
+def members(family: str) -> dict[str, str]:
+    """Its contenders, by the base they are measured against."""
+    if family in ALONE:
+        return {ALONE[family]: family}
+    # D-Adaptation's Lion is an experiment, as its authors say, and diverges nearly everywhere here.
+    return {base: f"{family} {base}" for base in BASES if (family, base) != ("d-adaptation", "lion")}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+# Tables, by the name under which a page asks for them.
+
+
+def summary(results: Results, key: str = "train_loss") -> str:
+    ours = results.family("mechanic", key)
+    rows = []
+    for name, label in FAMILIES.items():
+        found = results.family(name, key)
+        if not found:
+            continue
+        shared = [pair for pair in found if pair in ours]
+        values = list(found.values())
+        worst = max(found, key=found.__getitem__)
+        rows.append(
+            [
+                label,
+                len(values),
+                percent(statistics.mean(values)),
+                percent(statistics.mean(ours[pair] for pair in shared)) if shared else "",
+                percent(statistics.median(values)),
+                f"{percent(found[worst])} ({worst[0]}, {BASES[worst[1]]})",
+                f"{sum(value <= 0.02 for value in values)}",
+                f"{sum(value >= 0.5 for value in values)}",
+            ]
+        )
+    return table(
+        ["", "cases", "mean ρ %", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %"],
+        rows,
+    )
+
+
+def per_task(results: Results, key: str = "train_loss") -> str:
+    ours = results.family("mechanic", key)
+    paper = results.family("mechanic-paper", key)
+    rows = []
+    for task in results.tasks():
+        cells = []
+        for base in BASES:
+            spread = results.rho(task, f"mechanic {base}", base, key)
+            if (task, base) not in ours or not spread:
+                cells.append("")
+                continue
+            before = f" ({percent(paper[task, base])})" if (task, base) in paper else ""
+            cells.append(f"{percent(ours[task, base])} ± {percent((max(spread) - min(spread)) / 2)}{before}")
+        rows.append([task, *cells])
+    return table(["", *BASES.values()], rows)
+
+
+def peers(results: Results) -> str:
+    """Every family over the tasks, mean over the bases it has."""
+    families = {name: results.family(name) for name in FAMILIES}
+    rows = []
+    for task in results.tasks():
+        cells = []
+        for found in families.values():
+            values = [value for (of, _), value in found.items() if of == task]
+            cells.append(percent(statistics.mean(values)) if values else "")
+        rows.append([task, *cells])
+    return table(["", *FAMILIES.values()], rows)
+
+
+def learned_rates(results: Results) -> str:
+    """The best learning rate of the grid, and what was learned by the middle of training."""
+    rows = []
+    for task in results.tasks():
+        cells: list[str] = []
+        for base in BASES:
+            best = results.tuned(task, base, "train_loss")
+            ours = [r for runs in results.runs(task, f"mechanic {base}").values() for r in runs]
+            if best is None or not ours:
+                cells.append("")
+                continue
+            middle = statistics.median(r["curve"]["scale"][len(r["curve"]["scale"]) // 2] for r in ours)
+            cells.append(f"{best[0]:.2g} / {middle:.2g}")
+        rows.append([task, *cells])
+    return table(["", *BASES.values()], rows)
+
+
+def test_metric(results: Results) -> str:
+    """Loss and accuracy on test data: the base tuned on the test loss, and ours."""
+    rows = []
+    for task in results.tasks():
+        cells = []
+        for base in BASES:
+            best = results.tuned(task, base, "test_loss")
+            ours = [r for runs in results.runs(task, f"mechanic {base}").values() for r in runs]
+            if best is None or not ours:
+                cells.append("")
+                continue
+            tuned = results.runs(task, base)[best[0]]
+            parts = [
+                [statistics.mean(final(record, key) for record in records) for key in ("test_loss", "test_accuracy")]
+                for records in (tuned, ours)
+            ]
+            (tuned_loss, tuned_right), (our_loss, our_right) = parts
+            cells.append(f"{tuned_loss:.3g} → {our_loss:.3g}, {percent(tuned_right)} → {percent(our_right)}")
+        rows.append([task, *cells])
+    return table(["", *BASES.values()], rows)
+
+
+def cost(results: Results) -> str:
+    """Runs to an answer, and the time of a run as a ratio to the bare base's, median over tasks."""
+    rows = []
+    for base, label in BASES.items():
+        grids = [len(results.runs(task, base)) for task in results.tasks() if results.runs(task, base)]
+        if grids:
+            mean = statistics.mean(grids)
+            rows.append([f"{label}, tuned", f"{mean:.1f}", "1.00", f"{mean:.1f}"])
+    for name, label in FAMILIES.items():
+        ratios = []
+        for base, contender in members(name).items():
+            for task in results.tasks():
+                bare, own = (_seconds(results.runs(task, who)) for who in (base, contender))
+                if bare and own:
+                    ratios.append(own / bare)
+        if ratios:
+            ratio = statistics.median(ratios)
+            rows.append([label, 1, f"{ratio:.2f}", f"{ratio:.1f}"])
+    return table(["", "runs", "time of a run", "runs × time"], rows)
+
+
+def _seconds(by_lr: dict[float, list[dict[str, Any]]]) -> float | None:
+    values = [record["seconds"] for records in by_lr.values() for record in records if record["seconds"]]
+    return statistics.median(values) if values else None
+
+
+def flatness(results: Results) -> str:
+    rows = []
+    for task, contender in sorted(results._runs):
+        if contender.startswith("flat "):
+            by_lr = {lr: final(records[0]) for lr, records in results.runs(task, contender).items()}
+            low, high = min(by_lr.values()), max(by_lr.values())
+            rows.append(
+                [
+                    f"{task}, {BASES[contender.removeprefix('flat ')]}",
+                    f"{min(by_lr):.0e} … {max(by_lr):.0e}",
+                    f"{low:.4f} … {high:.4f}",
+                    f"{100 * (high - low) / low:.3f} %",
+                ]
+            )
+    return table(["", "lr passed", "final train loss", "spread"], rows)
+
+
+def hard(results: Results) -> str:
+    """The one problem on which nothing learns."""
+    task = NOT_RANKED[-1]
+    rows = []
+    for (of, contender), by_lr in sorted(results._runs.items()):
+        if of == task:
+            best = min(by_lr.items(), key=lambda item: statistics.mean(final(r) for r in item[1]))
+            rows.append([contender, f"{best[0]:.3g}", f"{statistics.mean(final(r) for r in best[1]):.4f}"])
+    return table(["", "best lr", "final train loss"], rows)
+
+
+def defaults(results: Results) -> str:
+    """Ours with one default changed, on the first seed; the mean and the worst rho over all tasks."""
+    rows = []
+    for change in ("as it is", *CHANGES):
+        cells: list[str] = []
+        for base in ("sgd", "adamw"):
+            name = f"mechanic {base}" if change == "as it is" else f"variant {change} / {base}"
+            found = {task: results.rho(task, name, base) for task in results.tasks()}
+            first = {task: values[0] for task, values in found.items() if values}
+            if not first:
+                continue
+            worst = max(first, key=first.__getitem__)
+            cells += [percent(statistics.mean(first.values())), f"{percent(first[worst])} ({worst})"]
+        if cells:
+            rows.append([change, *cells])
+    return table(["", "SGD: mean ρ %", "worst", "AdamW: mean ρ %", "worst"], rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "summary": summary,
+    "summary-test": functools.partial(summary, key="test_loss"),
+    "per-task": per_task,
+    "peers": peers,
+    "learned-rates": learned_rates,
+    "test-metric": test_metric,
+    "cost": cost,
+    "flatness": flatness,
+    "hard": hard,
+    "defaults": defaults,
+}
+
+
+def fill(page: str, results: Results) -> str:
+    """Put every table between the marks that name it."""
+    for name, make in TABLES.items():
+        marks = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(marks, lambda found, make=make: f"{found[1]}{make(results)}\n{found[2]}", page, flags=re.DOTALL)
+    return page
+
+
+def write(folder: Path, out: Path, seeds: int = 3) -> None:
+    """Fill the tables of the page on results, and draw its figures."""
+    from benchmarks import figures
+
+    results = Results(RecordBook(folder).records, seeds)
+    page = out / "results.md"
+    if page.exists():
+        page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            "\n\n".join(f"<!-- table: {n} -->\n{make(results)}\n<!-- end -->" for n, make in TABLES.items())
+        )
+    figures.draw_all(results, out / "figures")

@@ -1,0 +1,294 @@
+"""What is trained: model, data, steps and schedule. Every task is a classification of something.
+
+``cpu`` tasks take at most half a minute on one core. The paper's own experiments are recipes in ``paper.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import data, models
+from benchmarks.data import Split
+
+IGNORED = -100  # a target that does not count, as cross_entropy has it
+
+
+# Schedules: the factor on the learning rate, after this share of the steps.
+
+
+def cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def warm_up_cosine(done: float) -> float:
+    return done / 0.1 if done < 0.1 else cosine((done - 0.1) / 0.9)
+
+
+def warm_up_linear(done: float) -> float:
+    return done / 0.06 if done < 0.06 else (1 - done) / 0.94
+
+
+def steps_down(*at: float, factor: float) -> Callable[[float], float]:
+    return lambda done: factor ** sum(done >= border for border in at)
+
+
+# From a batch of the data to what the model sees, and what it should answer.
+
+Prepared = tuple[tuple[Tensor, ...], Tensor]
+
+
+def as_it_is(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
+    return batch[:-1], batch[-1]
+
+
+def next_token(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
+    (tokens,) = batch
+    return (tokens[:, :-1],), tokens[:, 1:]
+
+
+def masked(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
+    """15 % of the tokens are asked for: 80 % of those hidden, 10 % replaced, 10 % left."""
+    (tokens,) = batch
+    chance = torch.rand(tokens.shape, generator=generator)
+    random = torch.randint(len(data.SPECIAL), data.VOCABULARY, tokens.shape, generator=generator)
+    inputs = torch.where(chance < 0.12, data.MASK_ID, torch.where(chance < 0.135, random, tokens))
+    return (inputs,), torch.where(chance < 0.15, tokens, IGNORED)
+
+
+def translation(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
+    source, target = batch
+    answer = target[:, 1:]
+    return (source, target[:, :-1]), torch.where(answer == data.PAD_ID, IGNORED, answer)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training run but for the optimizer; see :func:`benchmarks.training.train` for the loop."""
+
+    name: str
+    data: Callable[[], Split]
+    model: Callable[[], nn.Module]
+    steps: int
+    batch: int
+    schedule: Callable[[float], float]
+    prepare: Callable[[tuple[Tensor, ...], torch.Generator], Prepared] = as_it_is
+    weight_decay: float = 0.01  # decoupled; AdamW, NAdamW and Lion
+    l2: float = 1e-4  # SGD's own weight decay
+    evaluated: int = 1000  # samples of the train and of the test data that the evaluations see
+    seconds: float = 10.0  # about, one run on one core
+
+    def loss(self, model: nn.Module, prepared: Prepared) -> Tensor:
+        inputs, targets = prepared
+        return nn.functional.cross_entropy(model(*inputs).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+
+
+def _convex(name: str, features: int, classes: int, lowest: float = -1.0, suffix: str = "") -> Task:
+    return Task(
+        name=f"convex-{name}{suffix}",
+        data=functools.partial(data.rows, name, lowest),
+        model=functools.partial(models.logistic_regression, features, classes),
+        steps=1000,
+        batch=64,
+        schedule=steps_down(0.6, 0.8, 0.95, factor=0.1),  # as D-Adaptation's suite
+        weight_decay=0.0,
+        l2=0.0,
+        evaluated=5000,
+        seconds=1.0,
+    )
+
+
+CONVEX = [
+    _convex("dna", 180, 3, lowest=0.0),  # zeros stay zeros
+    _convex("glass", 9, 6),
+    _convex("iris", 4, 3),
+    _convex("letter", 16, 26),
+    _convex("pendigits", 16, 10),
+    _convex("sensorless", 48, 11),
+    _convex("usps", 256, 10),
+    _convex("vehicle", 18, 4),
+    _convex("vowel", 10, 11),
+    _convex("wine", 13, 3),
+    _convex("satimage", 36, 6),  # stands in for smallNORB
+    _convex("cifar100_histograms", 128, 100, lowest=0.0),  # stands in for aloi
+]
+
+_step_decay = steps_down(0.3, 0.6, 0.8, factor=0.2)
+
+IMAGES = [
+    Task(
+        name=f"resnet-{name}",
+        data=functools.partial(data.images, name),
+        model=functools.partial(models.resnet, classes, width=8, blocks=(1, 1, 1), stride=2),
+        steps=300,
+        batch=32,
+        schedule=_step_decay,
+        evaluated=500,
+        seconds=6.0,
+    )
+    for name, classes in (("cifar10", 10), ("cifar100", 100))
+]
+IMAGES += [
+    Task(
+        name="cnn-mnist",
+        data=functools.partial(data.images, "mnist"),
+        model=functools.partial(models.cnn, 10),
+        steps=500,
+        batch=64,
+        schedule=cosine,
+        seconds=4.0,
+    ),
+    Task(
+        name="mlp-fashion",
+        data=functools.partial(data.images, "fashion_mnist"),
+        model=functools.partial(models.mlp, 784, 10, width=128),
+        steps=1000,
+        batch=64,
+        schedule=cosine,
+        seconds=3.0,
+    ),
+]
+
+LENGTH = 32  # characters, and pieces of words
+SENTENCE = 16  # pieces of words
+
+MLM = Task(
+    name="bert-mlm",
+    data=functools.partial(data.prose, LENGTH),
+    model=models.masked_bert,
+    steps=300,
+    batch=16,
+    schedule=warm_up_linear,
+    prepare=masked,
+    evaluated=256,
+    seconds=6.0,
+)
+
+GPT = Task(
+    name="gpt-shakespeare",
+    data=functools.partial(data.characters, LENGTH),
+    model=functools.partial(models.GPT, 65, LENGTH, width=64, layers=2, heads=4, dropout=0.0),
+    steps=500,
+    batch=16,
+    schedule=warm_up_cosine,
+    prepare=next_token,
+    evaluated=256,
+    seconds=6.0,
+)
+
+TRANSLATION = Task(
+    name="lstm-tatoeba",
+    data=functools.partial(data.translations, SENTENCE),
+    model=functools.partial(models.LSTMTranslator, data.VOCABULARY, width=64),
+    steps=300,
+    batch=32,
+    schedule=warm_up_cosine,
+    prepare=translation,
+    evaluated=256,
+    seconds=6.0,
+)
+
+TABULAR = Task(
+    name="mlp-adult",
+    data=data.adult,
+    model=functools.partial(models.mlp, 108, 2, width=64),
+    steps=1000,
+    batch=64,
+    schedule=cosine,
+    seconds=3.0,
+)
+
+
+# Fine-tuning: what is fine-tuned is trained here once, and kept.
+
+
+def _pretrained(task: Task, lr: float) -> dict[str, Tensor]:
+    """The weights after training a task with AdamW at this learning rate."""
+    from benchmarks.training import train_plainly
+
+    def make() -> dict[str, Tensor]:
+        return train_plainly(task, functools.partial(torch.optim.AdamW, lr=lr, weight_decay=0.01), seed=0).state_dict()
+
+    return data.cached(f"weights-{task.name}-{task.steps}", make)
+
+
+def _continue(model: nn.Module, weights: dict[str, Tensor], skipping: str) -> nn.Module:
+    """Load all weights but those of the former head."""
+    kept = {name: tensor for name, tensor in weights.items() if skipping not in name}
+    missing, unexpected = model.load_state_dict(kept, strict=False)
+    assert not unexpected, unexpected
+    assert all("classifier" in name or "pooler" in name for name in missing), missing
+    return model
+
+
+def _tuned_bert(classes: int, dropout: float) -> nn.Module:
+    weights = _pretrained(replace(MLM, steps=3000), lr=2e-3)
+    return _continue(models.classifying_bert(classes, dropout), weights, skipping=".cls.")
+
+
+def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
+    return Task(
+        name=f"bert-{name}" + (f"-dropout{dropout}" if dropout else ""),
+        data=functools.partial(data.intents, name, 24),
+        model=functools.partial(_tuned_bert, classes, dropout),
+        steps=400,
+        batch=16,
+        schedule=warm_up_linear,
+        weight_decay=0.0,
+        l2=0.0,
+        evaluated=500,
+        seconds=6.0,
+    )
+
+
+def _tuned_vit() -> nn.Module:
+    pretraining = Task(
+        name="vit-cifar100",
+        data=functools.partial(data.images, "cifar100"),
+        model=functools.partial(models.vit, 100),
+        steps=3000,
+        batch=64,
+        schedule=warm_up_cosine,
+    )
+    return _continue(models.vit(10), _pretrained(pretraining, lr=1e-3), skipping="classifier")
+
+
+FINE_TUNING = [
+    *(_fine_tuning(name, k, rate) for name, k in (("banking77", 77), ("clinc150", 150)) for rate in (0.0, 0.1)),
+    Task(
+        name="vit-cifar10",
+        data=functools.partial(data.images, "cifar10"),
+        model=_tuned_vit,
+        steps=300,
+        batch=32,
+        schedule=warm_up_cosine,
+        weight_decay=0.0,
+        l2=0.0,
+        evaluated=500,
+        seconds=6.0,
+    ),
+]
+
+LANGUAGE = [GPT, MLM, TRANSLATION]
+
+# The paper's figure: the learned scale over batch sizes and model sizes, for a masked language model.
+BATCHES = [replace(MLM, name=f"bert-mlm-batch{batch}", batch=batch) for batch in (4, 8, 16, 32)]
+
+
+def _of_width(width: int) -> Task:
+    model = functools.partial(models.masked_bert, width=width)
+    return replace(MLM, name=f"bert-mlm-width{width}", model=model)
+
+
+WIDTHS = [_of_width(width) for width in (16, 32, 64, 128)]
+
+# Scaled so that an empty bin is -1, the noise of the classes in a batch drowns all else: no tuner gets off the ground.
+HARD = [_convex("cifar100_histograms", 128, 100, suffix="-centred")]
+
+CPU = [*CONVEX, TABULAR, *IMAGES, *LANGUAGE, *FINE_TUNING]
+TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS]}
