@@ -20,6 +20,7 @@ class RecordBook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[Run, dict[str, Any]] = {}
+        self._whole: dict[Path, int] = {}  # bytes of files that end in half a record
         for path in sorted(folder.glob("*.jsonl")):
             self._read(path)
 
@@ -33,14 +34,17 @@ class RecordBook:
             record = json.loads(line)
             self.records[run_of(record)] = record
         if whole < len(content):
-            os.truncate(path, whole)
+            self._whole[path] = whole  # nothing is cut off before something is added: the driver may still live
 
     def add(self, record: dict[str, Any]) -> None:
         if (run := run_of(record)) in self.records:
             return
         self.records[run] = record
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{run.task}.jsonl", "a", encoding="utf-8") as file:
+        path = self.folder / f"{run.task}.jsonl"
+        if path in self._whole:
+            os.truncate(path, self._whole.pop(path))
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
             file.flush()
             os.fsync(file.fileno())
