@@ -65,14 +65,15 @@ class Oracle:
     def scale(self) -> float:
         return float(self.s.sum())
 
-    def step(self, g: Floats) -> None:
-        """One pass of the loop, line 5, with the gradient of line 6."""
+    def step(self, g: Floats, observed: Floats | None = None) -> None:
+        """One pass of the loop, line 5, with the gradient of line 6; or another one as the feedback of line 10."""
         d, x = self.departures, self.x
         u = self.base(x, g)  # 7
         delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
         self.delta = delta + u  # 9
-        if not (d.idle_steps_kept and not (np.isfinite(g).all() and g.any())):
-            self._tune(g, x, delta)
+        feedback = g if observed is None else observed
+        if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
+            self._tune(feedback, x, delta)
         self.x = self.x_ref + self.scale * self.delta  # 17
 
     def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:

@@ -75,6 +75,11 @@ class Bucket:
         sums = vectors.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums * self.weight
 
+    def grad_sq(self) -> Tensor:
+        """|g|^2, [1], of what this rank holds."""
+        grads = self._grads()
+        return vectors.dot(grads, grads, self.device).reshape(1) * self.weight
+
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
         unusable = self._own(finite).logical_not()

@@ -72,6 +72,7 @@ class Mechanic(Optimizer):
     per_group: bool
     skip_nonfinite: bool
     process_group: ProcessGroup | None
+    _observed: Tensor | None = None  # this rank's sums for the next step, [tuners, 5]
     _reduction: Reduction | None = None
     _elements: int = 0  # it was built on
     _stepped_groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
@@ -156,8 +157,8 @@ class Mechanic(Optimizer):
 
         # Measured before the base steps: it may edit gradients in place.
         betas, tuner = self._tuners(buckets[0].device if buckets else None)
-        sums = reduction.sum(_sum_up(buckets, like=tuner.scales))
-        finite = sums.isfinite().all(-1)  # [tuners]
+        measured = reduction.sum(self._measure(buckets, tuner))
+        finite = measured.isfinite().all(-1)  # [tuners]
         if self.skip_nonfinite:
             if not finite.all():
                 self._count_skipped_step()
@@ -165,7 +166,7 @@ class Mechanic(Optimizer):
         else:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
-        tuned = update(tuner, sums, betas, self.config, torch)
+        tuned = update(tuner, measured[:, : len(SUMS)], betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
         for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
@@ -173,6 +174,42 @@ class Mechanic(Optimizer):
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Let the gradients now in ``.grad``, those of a held-out batch, tell the next step how to scale.
+
+        The gradients of the step itself then only feed the base, so that S is tuned for data the base does not
+        train on. The observed gradients are cleared, and nothing of their size is kept. A step without an
+        observation before it tunes by its own gradients, so observing every k-th step only is fine.
+
+        Example:
+            >>> import torch
+            >>> from mechanic.torch import Mechanic
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
+            >>> train, held_out = torch.randn(2, 8, 4)
+            >>> model(held_out).square().mean().backward()
+            >>> optimizer.observe()
+            >>> model(train).square().mean().backward()
+            >>> optimizer.step()
+        """
+        if not self.is_frozen:
+            buckets = self._reduction_and_buckets()[1]
+            tuner = self._tuners(buckets[0].device if buckets else None)[1]
+            self._observed = _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+        self.zero_grad()
+
+    def _measure(self, buckets: list[Bucket], tuner: TunerState) -> Tensor:
+        """What this rank knows of the five sums, [tuners, 5]; where they were observed, with |g|^2 of the step behind.
+
+        So that the one sum over ranks also tells of gradients that are not finite, for which the base must not step.
+        """
+        observed, self._observed = self._observed, None
+        if observed is None:
+            return _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+        grad_sq = _sum_up([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
+        return torch.cat([observed, grad_sq], -1)
 
     def _refuse_parts(self) -> None:
         """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
@@ -407,9 +444,9 @@ class Mechanic(Optimizer):
         return f"{type(self).__name__}({type(self.base).__name__}, {len(self.param_groups)} groups, {self.config})"
 
 
-def _sum_up(buckets: list[Bucket], like: Tensor) -> Tensor:
-    """The five sums of every tuner, [tuners, 5], where ``like`` is, which has one row per tuner."""
-    sums = [torch.zeros(len(SUMS), dtype=like.dtype, device=like.device) for _ in range(len(like))]
-    for bucket in buckets:
-        sums[bucket.row] += bucket.measure().to(like)
+def _sum_up(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:
+    """Sums by tuner, [tuners, width], of parts that name their tuner's row; where ``like`` is, [tuners, ...]."""
+    sums = [torch.zeros(width, dtype=like.dtype, device=like.device) for _ in range(len(like))]
+    for row, part in parts:
+        sums[row] += part.to(like)
     return torch.stack(sums)
