@@ -49,10 +49,12 @@ class Oracle:
         lam: float = 0.01,
         s_init: float = 0.01,
         eps: float = 1e-8,
+        own_iterates: bool = False,
         departures: Departures | None = None,
     ) -> None:
         self.base, self.lam, self.s_init, self.eps = base, lam, s_init, eps  # 1
         self.departures = departures or Departures()
+        self.own_iterates = own_iterates  # Theorem 1: the base steps on x_ref + Delta
         self.beta, self.n = np.array(betas), len(betas)
         self.v, self.r, self.m = (np.zeros(self.n) for _ in range(3))  # 2
         self.x = self.x_ref = np.array(x, dtype=np.float64)  # 2
@@ -68,7 +70,7 @@ class Oracle:
     def step(self, g: Floats, observed: Floats | None = None) -> None:
         """One pass of the loop, line 5, with the gradient of line 6; or another one as the feedback of line 10."""
         d, x = self.departures, self.x
-        u = self.base(x, g)  # 7
+        u = self.base(self.x_ref + self.delta if self.own_iterates else x, g)  # 7
         delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
         self.delta = delta + u  # 9
         feedback = g if observed is None else observed

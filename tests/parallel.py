@@ -433,6 +433,18 @@ def observing(base, per_group):
     return report(parameters(sharded), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
 
 
+def own_iterates(base, per_group):
+    """The base steps on shards of iterates of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = Model(), fully_shard(Model())
+    optimizers = [wrap(model, base, per_group, own_iterates=True) for model in (plain, sharded)]
+    train(plain, optimizers[0], part=lambda tensor: tensor)
+    train(sharded, optimizers[1])
+    expected = parameters(plain), optimizers[0].scales()
+    return report(parameters(sharded), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
+
+
 def mixed_precision(base, per_group):
     """Beside the bare base at the learned rate: how far a bfloat16 forward leads each from its float32 run."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -582,6 +594,7 @@ CASES = {
             tensor_parallel_without_a_gradient,
             pipeline_without_a_gradient,
             observing,
+            own_iterates,
             mixed_precision,
             collectives,
             one_bad_rank,

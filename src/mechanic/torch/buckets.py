@@ -58,9 +58,10 @@ class Bucket:
     dtype: torch.dtype
     has_grad: bool
     moves: bool  # by its gradient, or by a Delta from earlier ones
+    lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
-    _lent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # their own data and gradient meanwhile
+    _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
 
     @property
     def deltas(self) -> list[Tensor]:
@@ -88,9 +89,13 @@ class Bucket:
 
     def lend(self) -> None:
         """Point the parameters at working copies for the base to step on."""
-        for p, grad, copy in zip(self.params, self._grads(), self._values(copy=True), strict=True):
+        copies = self._values(copy=True)
+        if self.lead is not None:
+            vectors.rescale(copies, self.deltas, self._scalar(self.lead))
+        for p, copy in zip(self.params, copies, strict=True):
+            grad = None if p.grad is None else local(p.grad)
             self._lent.append((get_local(p), grad))
-            _repoint(p, copy, grad.to(copy.dtype))
+            _repoint(p, copy, None if grad is None else grad.to(copy.dtype))
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again; returns the working copies as the base left them."""
@@ -106,7 +111,9 @@ class Bucket:
         if not self.moves:
             return
         values = self._values()
-        if self.has_grad:
+        if stepped:
+            if self.lead is not None:
+                vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
             vectors.combine(values, stepped, self.deltas, self._scalar(scale), self._scalar(change))
         else:
             vectors.rescale(values, self.deltas, self._scalar(change))

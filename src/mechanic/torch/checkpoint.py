@@ -16,6 +16,7 @@ where                key                       what
 ``param_groups[i]``  ``mechanic_unit``         the learning rate that counts as 1
 ``param_groups[i]``  ``mechanic_frozen``       S, where it has been frozen
 ``param_groups[i]``  ``mechanic_skipped``      how many steps were skipped, where any was
+``param_groups[i]``  ``mechanic_own_iterates`` 1, where the base steps on iterates of its own
 ``param_groups[i]``  ``d``                     S / unit, the factor that ``lr`` is really applied with
 ===================  ========================  =====================================================
 """
@@ -31,7 +32,7 @@ DELTA = "mechanic_delta"
 RESIDUAL = "mechanic_residual"
 STATE_KEYS = (DELTA, RESIDUAL)
 GROUP_KEYS = ("mechanic_format", "mechanic_row", "mechanic_tuner", "mechanic_unit")
-OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "d")
+OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "mechanic_own_iterates", "d")
 
 StateDict = dict[str, Any]
 
@@ -74,6 +75,9 @@ def validate(state_dict: StateDict, groups: list[dict[str, Any]]) -> None:
         saved_betas, betas = (g["mechanic_tuner"][0].tolist() for g in (saved, group))
         if len(saved_betas) != len(betas) or any(abs(a - b) > 1e-7 for a, b in zip(saved_betas, betas, strict=True)):
             raise ValueError(f"param_groups[{index}] was tuned with betas {saved_betas}, this optimizer has {betas}")
+        if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
+            had, has = ("mechanic_own_iterates" in g for g in (saved, group))
+            raise ValueError(f"the checkpoint was made with own_iterates={had}, this optimizer has own_iterates={has}")
         if int(saved["mechanic_row"]) != group["mechanic_row"]:
             raise ValueError(
                 f"param_groups[{index}] belonged to tuner {int(saved['mechanic_row'])}, "

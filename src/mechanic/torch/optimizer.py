@@ -24,7 +24,16 @@ from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_OPTIONS = ("base", "config", "per_group", "skip_nonfinite", "process_group", "_unit", "_unit_is_settled")
+_OPTIONS = (
+    "base",
+    "config",
+    "per_group",
+    "skip_nonfinite",
+    "own_iterates",
+    "process_group",
+    "_unit",
+    "_unit_is_settled",
+)
 
 
 class Mechanic(Optimizer):
@@ -48,6 +57,9 @@ class Mechanic(Optimizer):
         skip_nonfinite: skip a step, the base's included, where a gradient is not finite, and count it in
             ``skipped_steps``. Reads one flag per step on the host. Without it such gradients are
             replaced by zeros, the tuner stays as it was, and the step never waits for the device.
+        own_iterates: let the base step on iterates of its own, x_1 + Delta, and never see the parameters: for bases
+            that keep several iterates (Schedule-Free, Lookahead), whose ``train()`` and ``eval()`` are passed through.
+            Its weight decay then acts on those iterates, unscaled.
         process_group: the ranks to sum over where each holds plain tensors of its own (pipeline stages, FSDP1,
             ZeRO). DTensors (FSDP2, tensor parallel) and DDP need none.
 
@@ -71,6 +83,7 @@ class Mechanic(Optimizer):
     config: TunerConfig
     per_group: bool
     skip_nonfinite: bool
+    own_iterates: bool
     process_group: ProcessGroup | None
     _observed: Tensor | None = None  # this rank's sums for the next step, [tuners, 5]
     _reduction: Reduction | None = None
@@ -88,14 +101,15 @@ class Mechanic(Optimizer):
         unit: float | None = None,
         per_group: bool = False,
         skip_nonfinite: bool = False,
+        own_iterates: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        refuse_unsuitable(base)
+        refuse_unsuitable(base, own_iterates=own_iterates)
         if unit is not None and not 0 < unit < math.inf:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
-        options = base, TunerConfig.of(config), per_group, skip_nonfinite, process_group, unit, unit is not None
+        options = base, TunerConfig.of(config), per_group, skip_nonfinite, own_iterates, process_group
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
+        self.__setstate__(dict(zip(_OPTIONS, (*options, unit, unit is not None), strict=True)))
         self._enter_groups()
         self._elements = sum(p.numel() for p in groups.params_of(self.param_groups))
         if any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups) if p in self.state):
@@ -169,11 +183,36 @@ class Mechanic(Optimizer):
         tuned = update(tuner, measured[:, : len(SUMS)], betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
+        self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
             bucket.move(copies, scale, new_scale - scale)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
+
+    def _set_leads(self, buckets: list[Bucket], scale: Tensor) -> None:
+        if self.own_iterates:
+            for bucket in buckets:
+                bucket.lead = 1 - scale
+
+    def train(self) -> None:
+        """Go to the base's training point, where it has one (Schedule-Free); else nothing."""
+        self._pass_on(getattr(self.base, "train", None))
+
+    def eval(self) -> None:
+        """Go to the base's evaluation point, where it has one (Schedule-Free); else nothing."""
+        self._pass_on(getattr(self.base, "eval", None))
+
+    @torch.no_grad()
+    def _pass_on(self, move: Callable[[], Any] | None) -> None:
+        """Let the base move its iterates, and the parameters by S times as much."""
+        if move is None:
+            return
+        buckets = self._reduction_and_buckets()[1]
+        scale = total_scale(self._tuners(buckets[0].device if buckets else None)[1], torch)
+        self._set_leads(buckets, scale)
+        for bucket, copies in zip(buckets, step_alone(self.base, buckets, instead=move), strict=True):
+            bucket.move(copies, scale, torch.zeros_like(scale))
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -278,6 +317,9 @@ class Mechanic(Optimizer):
 
     def _enter_groups(self) -> None:
         groups.enter(self.param_groups, self.config, self._unit, per_group=self.per_group)
+        if self.own_iterates:
+            for group in self.param_groups:
+                group["mechanic_own_iterates"] = 1
         self._show_scales()
 
     def _show_scales(self) -> None:
@@ -349,6 +391,11 @@ class Mechanic(Optimizer):
         From here on a step is the base's own at ``lr * d``. Around a base whose update is not known to be
         proportional to lr, a working copy of the parameters is kept to scale it.
         """
+        if self.own_iterates:
+            raise TypeError(
+                f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
+                "without Delta; keep tuning"
+            )
         scales = self.scales()
         if not all(scale > 0 for scale in scales.values()):
             raise ValueError(f"nothing has been learned yet, the scales are {scales}; take some steps first")
