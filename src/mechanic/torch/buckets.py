@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
-from mechanic.torch.shards import get_local, local, set_local
+from mechanic.torch.groups import Group, rows_of
+from mechanic.torch.shards import Reduction, cut_grad_as_parameter, get_local, local, set_local
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
@@ -156,3 +158,30 @@ def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
         p.grad = None
         p.data = data
         p.grad = grad
+
+
+def buckets_of(groups: list[Group], state: Any, reduction: Reduction, frozen: bool, ascends: bool) -> list[Bucket]:
+    """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
+    buckets: dict[tuple[Any, ...], Bucket] = {}
+    rows = rows_of(groups)
+    for group in groups:
+        row, sign = rows[group["mechanic_row"]], -1.0 if group.get("maximize", ascends) else 1.0
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
+                    "build the embedding with sparse=False"
+                )
+            cut_grad_as_parameter(p)
+            kept = state.get(p, {})
+            has_grad = p.grad is not None
+            # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
+            moves = has_grad or DELTA in kept
+            key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
+            if (bucket := buckets.get(key)) is None:
+                bucket = buckets[key] = Bucket(*key)
+            bucket.params.append(p)
+            bucket.own.append(own_state(p, kept, frozen=frozen) if moves else {})
+    return list(buckets.values())

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from mechanic.torch import checkpoint, groups
 from mechanic.torch.alone import step_alone
 from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
-from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
+from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
-from mechanic.torch.shards import Reduction, cut_grad_as_parameter
+from mechanic.torch.shards import Reduction
 from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class Mechanic(Optimizer):
     _observed: Tensor | None = None  # this rank's sums for the next step, [tuners, 5]
     _reduction: Reduction | None = None
     _elements: int = 0  # it was built on
-    _stepped_groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
-    _stepped_params: dict[int, set[Tensor]] | None = None  # of every tuner, when it last stepped
+    _presence: groups.Presence
     _unit: float | None
     _unit_is_settled: bool
 
@@ -116,6 +115,10 @@ class Mechanic(Optimizer):
             with widened(groups.params_of(self.param_groups)):
                 base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
         self._complete_state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._presence = groups.Presence()
 
     # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
 
@@ -164,7 +167,7 @@ class Mechanic(Optimizer):
         if self.is_frozen:
             self._step_frozen()
             return loss
-        self._refuse_parts()
+        self._presence.check(self.param_groups, self.state)
         reduction, buckets = self._reduction_and_buckets()
         if not buckets and reduction.group is None:
             return loss
@@ -180,7 +183,7 @@ class Mechanic(Optimizer):
         else:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
-        tuned = update(tuner, measured[:, : len(SUMS)], betas, self.config, torch)
+        tuned = update(tuner, measured.narrow(-1, 0, len(SUMS)), betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
         self._set_leads(buckets, scale)
@@ -250,25 +253,6 @@ class Mechanic(Optimizer):
         grad_sq = _sum_up([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
         return torch.cat([observed, grad_sq], -1)
 
-    def _refuse_parts(self) -> None:
-        """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
-        stepping = tuple((id(group), len(group["params"])) for group in self.param_groups)
-        if stepping == self._stepped_groups:
-            return
-        present: dict[int, set[Tensor]] = {}
-        for group in self.param_groups:
-            present.setdefault(group["mechanic_row"], set()).update(group["params"])
-        former = self._stepped_params or {}
-        for row, params in present.items():
-            if any(DELTA in self.state.get(p, ()) for p in former.get(row, params) - params):
-                raise RuntimeError(
-                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
-                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
-                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
-                    "Where they were taken out for good, delete their optimizer.state"
-                )
-        self._stepped_groups, self._stepped_params = stepping, {**former, **present}
-
     def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
@@ -277,34 +261,9 @@ class Mechanic(Optimizer):
     def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
         if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
             self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group, self._elements)
-        return self._reduction, self._buckets(self._reduction)
-
-    def _buckets(self, reduction: Reduction) -> list[Bucket]:
-        """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
-        buckets: dict[tuple[Any, ...], Bucket] = {}
-        rows, frozen = groups.rows_of(self.param_groups), self.is_frozen
-        for group in self.param_groups:
-            ascends = group.get("maximize", getattr(self.base, "maximize", False))
-            row, sign = rows[group["mechanic_row"]], -1.0 if ascends else 1.0
-            for p in group["params"]:
-                if not p.requires_grad:
-                    continue
-                if p.grad is not None and p.grad.layout != torch.strided:
-                    raise ValueError(
-                        f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
-                        "build the embedding with sparse=False"
-                    )
-                cut_grad_as_parameter(p)
-                state = self.state.get(p, {})
-                has_grad = p.grad is not None
-                # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
-                moves = has_grad or DELTA in state
-                key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
-                if (bucket := buckets.get(key)) is None:
-                    bucket = buckets[key] = Bucket(*key)
-                bucket.params.append(p)
-                bucket.own.append(own_state(p, state, frozen=frozen) if moves else {})
-        return list(buckets.values())
+        ascends = bool(getattr(self.base, "maximize", False))  # where it is no option of the groups
+        options = self._reduction, self.is_frozen, ascends
+        return self._reduction, buckets_of(self.param_groups, self.state, *options)
 
     def _complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is whole.
