@@ -26,7 +26,9 @@ def digits(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     wrong = torch.rand(len(labels), generator=generator) < 0.2
     labels[wrong] = torch.randint(10, (int(wrong.sum()),), generator=generator)
     sizes = [TRAIN, HELD_OUT, len(labels) - TRAIN - HELD_OUT]
-    return dict(zip(("train", "held out", "test"), zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
+    return dict(
+        zip(("train", "held out", "test"), zip(images.split(sizes), labels.split(sizes), strict=True), strict=True)
+    )
 
 
 def train(make_optimizer, *, observing: bool = False, seed: int = 0) -> float:

@@ -121,6 +121,13 @@ class Bucket:
             vectors.rescale(values, self.deltas, self._scalar(change))
         self._store(values)
 
+    def forget(self, scale: Tensor, keep: float) -> None:
+        """Take back a part of what was moved so far: x - (1 - keep) S Delta, keep Delta."""
+        values = self._values()
+        vectors.rescale(values, self.deltas, self._scalar(scale) * (keep - 1))
+        torch._foreach_mul_(self.deltas, keep)
+        self._store(values)
+
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
         """Take over what the base did, scaled by a fixed S, [tuners]; None where the base has applied it already."""
         values = self._values()
