@@ -155,29 +155,6 @@ VARIANTS = [
 # Studies beyond the paper.
 
 
-class RecentMechanic(Mechanic):
-    """Forgets Delta at the rate of an average that favours what is recent: c / (t + 2) of it on step t."""
-
-    forgetting = 1.0
-    _steps = 0
-
-    def _set_leads(self, buckets: list[Any], scale: Any) -> None:
-        keep = 1 - self.forgetting / (self._steps + 2)
-        self._steps += 1
-        for bucket in buckets:
-            if bucket.moves:
-                bucket.forget(scale, keep)
-
-
-def _recent(name: str, forgetting: float) -> Build:
-    def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
-        optimizer = RecentMechanic(_bare(name)(model, task, lr))
-        optimizer.forgetting = forgetting
-        return optimizer
-
-    return build
-
-
 def _own_iterates(kind: str) -> Build:
     def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
         import schedulefree
@@ -194,11 +171,6 @@ def _per_layer(name: str) -> Build:
 
 
 STUDIES = [
-    *(
-        Contender(f"recency {c:g} / {base}", base, _recent(base, c), lr=1.0)
-        for c in (0.25, 0.5, 1.0)
-        for base in ("sgd", "adamw", "lion")
-    ),
     *(
         Contender(f"observing {every} / {base}", base, _ours(base), lr=1.0, observes_every=every)
         for every in (1, 4)

@@ -25,6 +25,7 @@ class Departures:
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
     guard: bool = True  # after line 16: S falls by at most one half
+    forgetting: bool = False  # line 9: a part of Delta is let go while S is larger than ever
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod
@@ -34,7 +35,7 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(relative_start=False, guard=False)
+        return cls(relative_start=False, guard=False, forgetting=False)
 
 
 class Oracle:
@@ -60,8 +61,8 @@ class Oracle:
         self.x = self.x_ref = np.array(x, dtype=np.float64)  # 2
         self.delta = np.zeros_like(self.x)  # 3
         self.s = self.s_before = np.zeros(self.n)  # 4
-        self.largest_delta = 0.0
-        self.initial_norm = 0.0
+        self.largest_delta = self.initial_norm = self.largest_scale = 0.0
+        self.t = 0
 
     @property
     def scale(self) -> float:
@@ -72,10 +73,12 @@ class Oracle:
         d, x = self.departures, self.x
         u = self.base(self.x_ref + self.delta if self.own_iterates else x, g)  # 7
         delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
-        self.delta = delta + u  # 9
         feedback = g if observed is None else observed
+        kept = 1.0
         if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
             self._tune(feedback, x, delta)
+            kept = self._kept_share()
+        self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17
 
     def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:
@@ -91,6 +94,13 @@ class Oracle:
         if d.guard and s.sum() < self.scale / 2:
             s = s + (self.scale / 2 - s.sum()) / self.n
         self.s_before, self.s = self.s, s
+
+    def _kept_share(self) -> float:
+        former, t = self.largest_scale, self.t
+        self.largest_scale, self.t = max(former, self.scale), t + 1
+        if not self.departures.forgetting or self.own_iterates or former == 0:
+            return 1.0
+        return max(former / self.largest_scale, 1 - 2 / (t + 2))
 
     def _s_init(self, x: Floats, delta: Floats) -> float:
         if not self.departures.relative_start:

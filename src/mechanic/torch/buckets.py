@@ -108,24 +108,18 @@ class Bucket:
         self._lent = []
         return copies
 
-    def move(self, stepped: list[Tensor], scale: Tensor, change: Tensor) -> None:
-        """Scale what the base did to its copies, with S and S' - S, [tuners]."""
+    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor) -> None:
+        """Scale what the base did to its copies, with S, S', and the share of Delta that is kept, all [tuners]."""
         if not self.moves:
             return
         values = self._values()
+        if stepped and self.lead is not None:
+            vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
+        factors = self._scalar(kept), self._scalar(scale / kept), self._scalar(new_scale - scale / kept)
         if stepped:
-            if self.lead is not None:
-                vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
-            vectors.combine(values, stepped, self.deltas, self._scalar(scale), self._scalar(change))
+            vectors.combine(values, stepped, self.deltas, *factors)
         else:
-            vectors.rescale(values, self.deltas, self._scalar(change))
-        self._store(values)
-
-    def forget(self, scale: Tensor, keep: float) -> None:
-        """Take back a part of what was moved so far: x - (1 - keep) S Delta, keep Delta."""
-        values = self._values()
-        vectors.rescale(values, self.deltas, self._scalar(scale) * (keep - 1))
-        torch._foreach_mul_(self.deltas, keep)
+            vectors.rescale_kept(values, self.deltas, factors[0], factors[2])
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:

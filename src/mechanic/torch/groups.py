@@ -117,7 +117,7 @@ def rows_of(groups: list[Group]) -> dict[int, int]:
 
 
 def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
-    """[tuners, 7, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
+    """[tuners, 9, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
     device = device or groups[0]["mechanic_tuner"].device
     rows, dtype = {}, tuner_dtype(device)
     for group in groups:

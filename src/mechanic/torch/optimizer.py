@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_st
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
 from mechanic.torch.shards import Reduction
-from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
+from mechanic.tuner import SUMS, TunerConfig, TunerState, kept_share, total_scale, update
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,7 +107,10 @@ class Mechanic(Optimizer):
         refuse_unsuitable(base, own_iterates=own_iterates)
         if unit is not None and not 0 < unit < math.inf:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
-        options = base, TunerConfig.of(config), per_group, skip_nonfinite, own_iterates, process_group
+        config = TunerConfig.of(config)
+        if own_iterates:
+            config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
+        options = base, config, per_group, skip_nonfinite, own_iterates, process_group
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(dict(zip(_OPTIONS, (*options, unit, unit is not None), strict=True)))
         self._enter_groups()
@@ -186,9 +190,10 @@ class Mechanic(Optimizer):
         tuned = update(tuner, measured.narrow(-1, 0, len(SUMS)), betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
+        kept = kept_share(tuner, tuned, self.config, torch).unbind(-1)[0]  # [tuners]
         self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
-            bucket.move(copies, scale, new_scale - scale)
+            bucket.move(copies, scale, new_scale, kept)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
@@ -215,7 +220,7 @@ class Mechanic(Optimizer):
         scale = total_scale(self._tuners(buckets[0].device if buckets else None)[1], torch)
         self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets, instead=move), strict=True):
-            bucket.move(copies, scale, torch.zeros_like(scale))
+            bucket.move(copies, scale, scale, torch.ones_like(scale))
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -421,6 +426,7 @@ class Mechanic(Optimizer):
             groups.unit_of(state_dict["param_groups"])  # raises before anything has been changed
         else:
             checkpoint.validate(state_dict, former)
+            state_dict = checkpoint.upgraded(state_dict)
         of_base, own = checkpoint.take_apart(state_dict)
         with widened(groups.params_of(former)):
             self.base.load_state_dict(of_base)
