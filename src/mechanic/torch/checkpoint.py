@@ -4,21 +4,21 @@ Everything lives where PyTorch's checkpoint routes look: Delta beside the base's
 parameter, the tuner in each param group. Only tensors, ints and floats are stored, which is what
 ``torch.load(weights_only=True)`` and torch.distributed.checkpoint both take.
 
-===================  ========================  =====================================================
-where                key                       what
-===================  ========================  =====================================================
-``state[p]``         ``mechanic_delta``        Delta, shaped and placed like p, at least float32;
-                                               none once the scale is frozen
-``state[p]``         ``mechanic_residual``     of half-precision p only: what rounding cut off
-``param_groups[i]``  ``mechanic_format``       2, the number of this layout
-``param_groups[i]``  ``mechanic_row``          which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``        [9, n]: the betas, then the fields of TunerState
-``param_groups[i]``  ``mechanic_unit``         the learning rate that counts as 1
-``param_groups[i]``  ``mechanic_frozen``       S, where it has been frozen
-``param_groups[i]``  ``mechanic_skipped``      how many steps were skipped, where any was
-``param_groups[i]``  ``mechanic_own_iterates`` 1, where the base steps on iterates of its own
-``param_groups[i]``  ``d``                     S / unit, the factor that ``lr`` is really applied with
-===================  ========================  =====================================================
+===================  ==========================  =====================================================
+where                key                         what
+===================  ==========================  =====================================================
+``state[p]``         ``mechanic_delta``          Delta, shaped and placed like p, at least float32;
+                                                 none once the scale is frozen
+``state[p]``         ``mechanic_residual``       of half-precision p only: what rounding cut off
+``param_groups[i]``  ``mechanic_format``         2, the number of this layout
+``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
+``param_groups[i]``  ``mechanic_tuner``          [9, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_unit``           the learning rate that counts as 1
+``param_groups[i]``  ``mechanic_frozen``         S, where it has been frozen
+``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, where any was
+``param_groups[i]``  ``mechanic_own_iterates``   1, where the base steps on iterates of its own
+``param_groups[i]``  ``d``                       S / unit, the factor that ``lr`` is really applied with
+===================  ==========================  =====================================================
 """
 
 from __future__ import annotations
