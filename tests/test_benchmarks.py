@@ -23,6 +23,7 @@ from benchmarks.contenders import BASES, CONTENDERS
 from benchmarks.recordbook import RecordBook, run_of
 from benchmarks.tasks import TASKS
 from benchmarks.training import EVALUATED_AT, Run, measure, train_plainly
+from mechanic.torch import Mechanic
 
 ROOT = Path(__file__).parents[1]
 needs_data = pytest.mark.skipif("MECHANIC_DATA" not in os.environ, reason="needs MECHANIC_DATA, a folder of datasets")
@@ -56,11 +57,12 @@ def test_a_baseline_through_the_harness_equals_a_plain_loop_bit_for_bit():
 def test_every_contender_goes_through_the_loop(name):
     contender = CONTENDERS[name]
     lr = contender.lr or BASES[contender.base]
-    found = measure(replace(TASKS["mlp-adult"], steps=60), contender, lr, seed=0)
+    task = replace(TASKS["mlp-adult"], steps=60)
+    found = measure(task, contender, lr, seed=0)
     losses = found["curve"]["train_loss"]
     assert len(losses) == len(EVALUATED_AT)
     assert losses[-1] < losses[0]
-    assert ("scale" in found["curve"]) == name.startswith(("mechanic ", "mechanic-paper ", "variant ", "flat "))
+    assert ("scale" in found["curve"]) == isinstance(contender.build(task.model(), task, lr), Mechanic)
 
 
 @needs_data
