@@ -74,7 +74,7 @@ def vit(classes: int) -> nn.Module:
     return Logits(ViTForImageClassification(config))
 
 
-def bert_config(width: int, dropout: float, classes: int = 2):
+def bert_config(width: int, dropout: float):
     from transformers import BertConfig
 
     return BertConfig(
@@ -85,7 +85,6 @@ def bert_config(width: int, dropout: float, classes: int = 2):
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
         pad_token_id=PAD_ID,
-        num_labels=classes,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
@@ -97,22 +96,30 @@ def masked_bert(width: int = 64, dropout: float = 0.0) -> nn.Module:
     return Logits(BertForMaskedLM(bert_config(width, dropout)))
 
 
-def classifying_bert(classes: int, dropout: float) -> nn.Module:
-    from transformers import BertForSequenceClassification
+class ClassifyingBert(nn.Module):
+    """A head on the mean over the tokens: so small a pre-training teaches the first token nothing about the rest."""
 
-    return Logits(BertForSequenceClassification(bert_config(64, dropout, classes)), pads=True)
+    def __init__(self, classes: int, dropout: float) -> None:
+        from transformers import BertModel
+
+        super().__init__()
+        self.bert = BertModel(bert_config(64, dropout), add_pooling_layer=False)
+        self.classifier = nn.Sequential(nn.Dropout(dropout), nn.Linear(64, classes))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        counts = (tokens != PAD_ID).long()
+        hidden = self.bert(tokens, attention_mask=counts).last_hidden_state * counts.unsqueeze(-1)
+        return self.classifier(hidden.sum(1) / counts.sum(1, keepdim=True))
 
 
 class Logits(nn.Module):
     """A model of ``transformers`` that answers with its logits alone."""
 
-    def __init__(self, model: nn.Module, *, pads: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.pads = model, pads
+        self.model = model
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.pads:
-            return self.model(inputs, attention_mask=(inputs != PAD_ID).long()).logits
         return self.model(inputs).logits
 
 

@@ -217,18 +217,19 @@ def _pretrained(task: Task, lr: float) -> dict[str, Tensor]:
     return data.cached(f"weights-{task.name}-{task.steps}", make)
 
 
-def _continue(model: nn.Module, weights: dict[str, Tensor], skipping: str) -> nn.Module:
-    """Load all weights but those of the former head."""
-    kept = {name: tensor for name, tensor in weights.items() if skipping not in name}
+def _continue(model: nn.Module, weights: dict[str, Tensor], body: str) -> nn.Module:
+    """Load the weights of the body; the former head's are left."""
+    kept = {name: tensor for name, tensor in weights.items() if f"{body}." in name}
     missing, unexpected = model.load_state_dict(kept, strict=False)
     assert not unexpected, unexpected
-    assert all("classifier" in name or "pooler" in name for name in missing), missing
+    assert all("classifier" in name for name in missing), missing
     return model
 
 
 def _tuned_bert(classes: int, dropout: float) -> nn.Module:
     weights = _pretrained(replace(MLM, steps=3000), lr=2e-3)
-    return _continue(models.classifying_bert(classes, dropout), weights, skipping=".cls.")
+    weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    return _continue(models.ClassifyingBert(classes, dropout), weights, body="bert")
 
 
 def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
@@ -236,13 +237,13 @@ def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
         name=f"bert-{name}" + (f"-dropout{dropout}" if dropout else ""),
         data=functools.partial(data.intents, name, 24),
         model=functools.partial(_tuned_bert, classes, dropout),
-        steps=400,
-        batch=16,
+        steps=500,
+        batch=32,
         schedule=warm_up_linear,
         weight_decay=0.0,
         l2=0.0,
         evaluated=500,
-        seconds=6.0,
+        seconds=8.0,
     )
 
 
@@ -255,7 +256,7 @@ def _tuned_vit() -> nn.Module:
         batch=64,
         schedule=warm_up_cosine,
     )
-    return _continue(models.vit(10), _pretrained(pretraining, lr=1e-3), skipping="classifier")
+    return _continue(models.vit(10), _pretrained(pretraining, lr=1e-3), body="vit")
 
 
 FINE_TUNING = [

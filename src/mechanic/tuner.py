@@ -161,9 +161,9 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
     first_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
     initial_norm = xp.where(state.initial_norm > 0, state.initial_norm, first_norm)
     largest_delta = xp.maximum(state.largest_delta, xp.sqrt(delta_sq))
+    some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
     if config.relative_start:
         # What is staked for free moves x by at most this fraction of |x_1|, whatever the units of the base.
-        some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
         s_init = xp.where(largest_delta > 0, config.s_init * initial_norm / some_delta, 0.0)
     else:
         s_init = config.s_init
@@ -172,7 +172,9 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
     scales = wealth / xp.where(variance > 0, xp.sqrt(variance) + config.eps, 1.0)
     if config.guard:
         # Near interpolation one bad batch can zero every reward, and x would snap back to its start.
-        fallen = scale / 2 - xp.sum(scales, -1, keepdims=True)
+        # Halved is the distance from it, not S: where Delta is young, it grows many times over within a step.
+        grown = xp.where(largest_delta > 0, state.largest_delta / some_delta, 1.0)
+        fallen = scale / 2 * grown - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
