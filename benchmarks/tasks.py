@@ -237,13 +237,13 @@ def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
         name=f"bert-{name}" + (f"-dropout{dropout}" if dropout else ""),
         data=functools.partial(data.intents, name, 24),
         model=functools.partial(_tuned_bert, classes, dropout),
-        steps=500,
+        steps=300,
         batch=32,
         schedule=warm_up_linear,
         weight_decay=0.0,
         l2=0.0,
         evaluated=500,
-        seconds=8.0,
+        seconds=5.0,
     )
 
 

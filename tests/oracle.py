@@ -24,7 +24,7 @@ class Departures:
     stored_delta: bool = True  # line 8 skipped
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
-    guard: bool = True  # after line 16: S falls by at most one half
+    guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
     forgetting: bool = False  # line 9: a part of Delta is let go while S is larger than ever
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
@@ -89,10 +89,13 @@ class Oracle:
         self.v = self.beta**2 * self.v + h**2  # 12
         self.r = self.beta * self.r - (self.s if d.reward_of_scale_in_force else self.s_before) * h  # 13
         self.r = np.maximum(0, self.r)  # 14
-        wealth = self._s_init(x, delta) * self.m / self.n + self.r  # 15
+        largest_before = self.largest_delta
+        self.largest_delta = max(largest_before, float(norm(delta)))
+        wealth = self._s_init(x) * self.m / self.n + self.r  # 15
         s = wealth / (np.sqrt(self.v) + self.eps)  # 16
-        if d.guard and s.sum() < self.scale / 2:
-            s = s + (self.scale / 2 - s.sum()) / self.n
+        floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
+        if d.guard and s.sum() < floor:
+            s = s + (floor - s.sum()) / self.n
         self.s_before, self.s = self.s, s
 
     def _kept_share(self) -> float:
@@ -102,12 +105,11 @@ class Oracle:
             return 1.0
         return max(former / self.largest_scale, 1 - 2 / (t + 2))
 
-    def _s_init(self, x: Floats, delta: Floats) -> float:
+    def _s_init(self, x: Floats) -> float:
         if not self.departures.relative_start:
             return self.s_init
         if self.initial_norm == 0:
             self.initial_norm = float(np.linalg.norm(x)) or 1e-3
-        self.largest_delta = max(self.largest_delta, float(np.linalg.norm(delta)))
         return self.s_init * self.initial_norm / self.largest_delta if self.largest_delta > 0 else 0.0
 
 

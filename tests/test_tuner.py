@@ -108,6 +108,13 @@ def test_the_guard_lets_the_scale_fall_by_half_at_most():
     assert fall(guard=True) == pytest.approx(0.5)
 
 
+def test_the_guard_does_not_hold_the_scale_up_where_delta_outgrows_it():
+    # A warm-up after a flat start: Delta grows tenfold, and the step that S was right for is now far too long.
+    state = play(TunerConfig(), [np.array([[-1.0, 0, 1, 1, 1]])] * 3, tuners=1)
+    struck = play(TunerConfig(), [np.array([[1e3, 0, 1e6, 1, 100]])], tuners=1, state=state)
+    assert (total_scale(struck, np) / total_scale(state, np)).item() == pytest.approx(0.05)
+
+
 def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units():
     for unit_of_x, unit_of_delta in ((1.0, 1.0), (1e-6, 1e3), (1e5, 1e-8)):
         sums = np.array([[-unit_of_delta, 0.0, 1.0, unit_of_x**2, unit_of_delta**2]])

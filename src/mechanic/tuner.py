@@ -36,7 +36,7 @@ class TunerConfig:
         relative_start: measure ``s_init`` against the parameters' own norm.
         decay: the paper's lambda, which keeps S from growing without bound on separable data.
         eps: added to sqrt(v), where nothing but zero feedback makes v vanish.
-        guard: let S fall by at most one half per step, so that one bad batch cannot undo a run.
+        guard: let the parameters fall back by at most half their way per step, so that one bad batch cannot undo a run.
         forgetting: while S is larger than ever, let go of what was moved at a smaller one: of up to this many
             parts in t of Delta on step t. 0 keeps all of it, as the paper does.
 
