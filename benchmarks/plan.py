@@ -10,7 +10,6 @@ from benchmarks.contenders import BASES, CONTENDERS, FLAT, OURS, PEERS, TUNED, V
 from benchmarks.tasks import (
     BATCHES,
     CONVEX,
-    CPU,
     DROPOUT,
     FEW,
     FINE_TUNING,
@@ -50,7 +49,8 @@ SUITES = {
     "hard": _product(HARD, EVERYONE),
 }
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
-SUITES["defaults"] = _product(CPU, VARIANTS)
+# Where a run takes a few seconds; what is forgotten is settled on all tasks.
+SUITES["defaults"] = _product([*CONVEX, TABULAR, *IMAGES[2:], GPT], VARIANTS)
 
 
 def _named(*prefixes: str) -> list[Contender]:

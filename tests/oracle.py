@@ -25,7 +25,7 @@ class Departures:
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
     guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
-    forgetting: bool = False  # line 9: a part of Delta is let go while S is larger than ever
+    forgetting: bool = True  # line 9: a part of Delta is let go while S is larger than ever
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod

@@ -51,7 +51,9 @@ def test_bases_that_pass_for_linear_in_lr_are(base: Base):
 def test_a_frozen_scale_goes_on_as_the_learned_one_would(base: Base):
     """Against a working copy scaled by S, written out here."""
     model, twin = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
-    optimizer, other = base.wrap(model), base.wrap(twin)
+    optimizer, other = (
+        Mechanic(base.make(m.parameters()), config={"forgetting": 0.0}) for m in (model, twin)
+    )  # so that a difference of Deltas is the base's update
     for m, opt in ((model, optimizer), (twin, other)):
         train(m, opt, 6)
     learned = scale(optimizer)

@@ -9,7 +9,8 @@ from mechanic import TunerConfig
 from mechanic.torch import Mechanic
 from task import batch, digits, mlp, scale
 
-ABSOLUTE_1E_6 = TunerConfig(s_init=1e-6, relative_start=False)
+ABSOLUTE_1E_6 = TunerConfig(s_init=1e-6, relative_start=False, forgetting=0.0)
+RELATIVE = TunerConfig(forgetting=0.0)
 
 
 def steps_to_half(scales):
@@ -33,9 +34,10 @@ def run(params, loss, steps, config):
     [
         (TunerConfig.paper(), 1.7e-2, 1.0e-3, (30, 60)),
         (ABSOLUTE_1E_6, 8.7e-3, 2.4e-4, (15, 40)),
-        (TunerConfig(), 1.7e-4, 6e-5, (1, 15)),
+        (RELATIVE, 1.7e-4, 6e-5, (1, 15)),
+        (TunerConfig(), 2.3e-4, 7.6e-8, (1, 15)),
     ],
-    ids=["paper", "absolute 1e-6", "default"],
+    ids=["paper", "absolute 1e-6", "relative", "default"],
 )
 def test_quadratic(config, after_500, after_2000, half_by):
     """20 dimensions, eigenvalues from 1/100 to 1, started at all ones: loss as a fraction of its start."""
@@ -56,7 +58,8 @@ def test_quadratic(config, after_500, after_2000, half_by):
 
 
 @pytest.mark.parametrize(
-    ("config", "train_loss"), [(TunerConfig.paper(), 0.082), (ABSOLUTE_1E_6, 0.053), (TunerConfig(), 0.02)]
+    ("config", "train_loss"),
+    [(TunerConfig.paper(), 0.082), (ABSOLUTE_1E_6, 0.053), (RELATIVE, 0.02), (TunerConfig(), 0.02)],
 )
 def test_logistic_regression_on_digits(config, train_loss):
     """Standardised pixels; the mean over two splits, whose test accuracies differ by two points."""

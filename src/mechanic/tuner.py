@@ -53,7 +53,7 @@ class TunerConfig:
     decay: float = 0.01
     eps: float = 1e-8
     guard: bool = True
-    forgetting: float = 0.0
+    forgetting: float = 2.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
