@@ -265,6 +265,34 @@ def defaults(results: Results) -> str:
     return table(["", "SGD: mean ρ %", "worst", "AdamW: mean ρ %", "worst"], rows)
 
 
+# What is forgotten was chosen on these; it is settled on the others.
+CHOSEN_ON = {f"convex-{name}" for name in ("glass", "dna", "usps")}
+CHOSEN_ON |= {"mlp-fashion", "mlp-adult", "cnn-mnist", "lstm-tatoeba"}
+
+
+def forgetting(results: Results) -> str:
+    """Without and with, on the tasks that had no part in the choice."""
+    rows, means = [], defaultdict(list)
+    for task in results.tasks():
+        cells = []
+        for base in ("sgd", "adamw"):
+            without, ours = (
+                statistics.mean(values) if values else None
+                for values in (
+                    results.rho(task, f"variant forgetting=0 / {base}", base),
+                    results.rho(task, f"mechanic {base}", base),
+                )
+            )
+            if without is None or ours is None or task in CHOSEN_ON:
+                continue
+            cells.append(f"{percent(without)} → {percent(ours)}")
+            means[base].append((without, ours))
+        if cells:
+            rows.append([task, *cells])
+    mean = [" → ".join(percent(statistics.mean(side)) for side in zip(*pairs, strict=True)) for pairs in means.values()]
+    return table(["", "SGD with momentum", "AdamW"], [*rows, ["mean", *mean]])
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "summary-test": functools.partial(summary, key="test_loss"),
@@ -276,6 +304,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "flatness": flatness,
     "hard": hard,
     "defaults": defaults,
+    "forgetting": forgetting,
 }
 
 
@@ -287,14 +316,21 @@ def fill(page: str, results: Results) -> str:
     return page
 
 
+PAGES = ("results.md", "tried.md")
+
+
 def write(folder: Path, out: Path, seeds: int = 3) -> None:
-    """Fill the tables of the page on results, and draw its figures."""
+    """Fill the tables of the pages on results, and draw their figures."""
     from benchmarks import figures
 
     results = Results(RecordBook(folder).records, seeds)
-    page = out / "results.md"
-    marks = "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in TABLES)
     out.mkdir(parents=True, exist_ok=True)
-    text = page.read_text(encoding="utf-8") if page.exists() else marks
-    page.write_text(fill(text, results), encoding="utf-8")
+    for page in PAGES:
+        path = out / page
+        text = path.read_text(encoding="utf-8") if path.exists() else marks_of_all_tables()
+        path.write_text(fill(text, results), encoding="utf-8")
     figures.draw_all(results, out / "figures")
+
+
+def marks_of_all_tables() -> str:
+    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in TABLES)

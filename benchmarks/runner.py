@@ -41,10 +41,10 @@ class Remaining:
                 left[task.name] += max(start, guess)
         return left
 
-    def seconds(self) -> float:
-        """On one core."""
+    def seconds(self, left: dict[str, int]) -> float:
+        """Of so many runs, on one core."""
         each = self.book.seconds_per_run()
-        return sum(count * each[task] for task, count in self.count().items())
+        return sum(count * each[task] for task, count in left.items())
 
 
 def list_runs(pairs: list[Pair], seeds: int, folder: Path, cores: int) -> None:
@@ -52,11 +52,11 @@ def list_runs(pairs: list[Pair], seeds: int, folder: Path, cores: int) -> None:
     book = RecordBook(folder)
     remaining = Remaining(pairs, book, seeds)
     each = book.seconds_per_run()
-    print(f"{'task':32} {'runs':>6} {'s/run':>6} {'core min':>9}")
-    for task, count in remaining.count().items():
-        print(f"{task:32} {count:6} {each[task]:6.1f} {count * each[task] / 60:9.1f}")
     left = remaining.count()
-    print(f"{sum(left.values())} runs, {remaining.seconds() / cores / 3600:.1f} h on {cores} cores")
+    print(f"{'task':32} {'runs':>6} {'s/run':>6} {'core min':>9}")
+    for task, count in left.items():
+        print(f"{task:32} {count:6} {each[task]:6.1f} {count * each[task] / 60:9.1f}")
+    print(f"{sum(left.values())} runs, {remaining.seconds(left) / cores / 3600:.1f} h on {cores} cores")
 
 
 def run_suite(pairs: list[Pair], seeds: int, folder: Path, address: str | None) -> int:
@@ -67,7 +67,8 @@ def run_suite(pairs: list[Pair], seeds: int, folder: Path, address: str | None) 
         print("every run is recorded")
         return 0
     # Weights to fine-tune and tokenizers are made once, not by every worker at the same time.
-    for task in dict.fromkeys(task for task, _ in pairs if remaining.count()[task.name]):
+    left = remaining.count()
+    for task in dict.fromkeys(task for task, _ in pairs if left.get(task.name)):
         task.model(), task.data()
 
     environment = {name: os.environ[name] for name in WORKER_ENVIRONMENT if name in os.environ}
@@ -102,6 +103,7 @@ def _drive(remaining: Remaining, book: RecordBook) -> int:
                 del in_flight[reference]
                 made += 1
                 bar.update()
-            bar.total = bar.n + sum(remaining.count().values())
-            left = time.strftime("%H:%M:%S", time.gmtime(remaining.seconds() / cores))
-            bar.set_postfix_str(f"{left} of work left")
+            left = remaining.count()
+            bar.total = bar.n + sum(left.values())
+            time_left = time.strftime("%H:%M:%S", time.gmtime(remaining.seconds(left) / cores))
+            bar.set_postfix_str(f"{time_left} of work left")
