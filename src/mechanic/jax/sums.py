@@ -88,12 +88,18 @@ def _sum_up(
 def _sums_of_leaf(*arrays: jax.Array, dtype: DTypeLike) -> jax.Array:
     """[columns], reading every array once."""
     flat = [array.reshape(-1) for array in arrays]
-    whole = flat[0].size // ROW * ROW
-    sums = _reduce(_products(*(array[whole:] for array in flat)), axis=0)
-    if whole:
-        in_rows = _reduce(_products(*(array[:whole].reshape(-1, ROW) for array in flat)), axis=1)
-        sums = [rest.astype(dtype) + jnp.sum(row, dtype=dtype) for rest, row in zip(sums, in_rows, strict=True)]
-    return jnp.stack(sums).astype(dtype)
+    size, row = flat[0].size, _row_length(flat[0].size)
+    whole = size - size % row
+    in_rows = _reduce(_products(*(array[:whole].reshape(-1, row) for array in flat)), axis=1)
+    sums = jnp.stack([jnp.sum(sums_of_rows, dtype=dtype) for sums_of_rows in in_rows])
+    if whole < size:
+        sums += jnp.stack(_reduce(_products(*(array[whole:] for array in flat)), axis=0)).astype(dtype)
+    return sums
+
+
+def _row_length(size: int) -> int:
+    """Near ROW, and without a remainder where possible."""
+    return next((length for length in range(4 * ROW, ROW // 4, -1) if size % length == 0), ROW)
 
 
 def _products(x: jax.Array, g: jax.Array, delta: jax.Array, *others: jax.Array) -> list[jax.Array]:
