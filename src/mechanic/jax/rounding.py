@@ -46,7 +46,8 @@ def update_towards(value: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.A
     has. Then the parameter lands a last bit or two beside the value, and the residual, too large, is dropped.
     """
     stored = _rounded(widen(param), param.dtype)
-    update = _rounded(value - stored, param.dtype)
+    # Towards where the value rounds to, not the value: rounding the difference and then the sum could miss it.
+    update = _rounded(_rounded(value, param.dtype) - stored, param.dtype)
     landed = _rounded(stored + update, param.dtype)
     rest = _rounded(value - landed, RESIDUAL_DTYPE)
     # A residual rounded up to half of the parameter's last bit would pass for somebody's write.

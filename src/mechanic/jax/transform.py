@@ -74,7 +74,7 @@ def mechanize(
 
     def init(params: optax.Params) -> MechanicState:
         params = jax.tree.map(jnp.asarray, params)
-        base_state = base.init(jax.tree.map(widen, params))
+        base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
         dtype = jnp.zeros((), float).dtype  # float64 where it is enabled: 1 - 0.999999 leaves one digit of a float32
@@ -123,10 +123,12 @@ def mechanize(
             residual = treedef.unflatten([residual for _, residual in landings])
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
+        scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
         if state.delta is None or state.tuner is None:  # frozen
             proposed, base_state = step_base(grads)
-            frozen = per_leaf(jnp.stack([state.scale[name] for name in names]))
-            return move([S * u for S, u in zip(frozen, proposed, strict=True)], state._replace(base=base_state))
+            return move(
+                [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)], state._replace(base=base_state)
+            )
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
@@ -136,7 +138,7 @@ def mechanize(
         )  # [tuners, 5], and a column for the gradients where they are not the feedback
         betas = jnp.asarray(tuner_config.betas, dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp)
-        scale, new_scale = total_scale(state.tuner, jnp), total_scale(tuner, jnp)  # S, S', [tuners]
+        new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
         usable = per_leaf(jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1))
@@ -164,6 +166,19 @@ def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A buffer of its own, so that both can be donated; laid out like the parameter also where ``init`` is jitted."""
     zeros: jax.Array = shard_alike(param, jnp.zeros_like(param, dtype=dtype))[1]
     return zeros
+
+
+def _unshared(state: PyTree, params: PyTree) -> PyTree:
+    """The state with a buffer of its own for every leaf: some bases keep the parameters, or one array twice."""
+    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in taken:
+            return jnp.copy(leaf)
+        taken.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
 
 
 def _fresh_residuals(params: PyTree) -> PyTree | None:

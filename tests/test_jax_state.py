@@ -1,0 +1,308 @@
+"""Labels, reading the scale through what stands around, bad numbers, observed gradients, freezing, releasing, refusals."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from jax_task import batch, loss_of, mlp, same_bits, stepper, train, train_loss
+from mechanic import TunerConfig
+from mechanic.jax import freeze, mechanize, release, scale, scales
+
+gradient_of = jax.jit(jax.grad(loss_of))
+AROUND = {
+    "nothing": lambda inner: inner,
+    "chain": lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, every_k_schedule=1).gradient_transformation(),
+    "masked": lambda inner: optax.masked(inner, True),
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
+    "partition": lambda inner: optax.partition({"a": inner}, lambda params: jax.tree.map(lambda _: "a", params)),
+}
+
+
+def learned(optimizer, steps=20):
+    return train(mlp(hidden=4), optimizer, steps)
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_the_scale_is_read_through_what_stands_around(around):
+    _, state = learned(AROUND[around](mechanize(optax.sgd(1.0))), steps=3)
+    assert scale(state) > 0
+    assert scales({"step": 3, "optimizer": state}) == {"default": scale(state)}
+    assert jax.jit(scale)(state) == scale(state)
+
+
+def test_it_may_be_built_or_wrapped_by_inject_hyperparams():
+    injected = optax.inject_hyperparams(mechanize)(optax.sgd(0.5), unit=0.5)
+    around = mechanize(optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.5)), unit=0.5)
+    expected, _ = learned(mechanize(optax.sgd(1.0)), steps=5)
+    for optimizer in (injected, around):
+        params, state = learned(optimizer, steps=5)
+        assert scale(state) > 0
+        assert same_bits(params, expected)
+
+
+def test_states_that_hold_no_tuner_or_several_of_one_name_say_so():
+    params = mlp(hidden=4)
+    with pytest.raises(ValueError, match=r"no state of mechanic\.jax\.mechanize in a tuple"):
+        scale(optax.adam(1.0).init(params))
+    two = mechanize(optax.sgd(1.0)).init(params), mechanize(optax.sgd(1.0)).init(params)
+    with pytest.raises(ValueError, match="several Mechanics with a tuner named 'default'"):
+        scales(two)
+    with pytest.raises(ValueError, match="not one tuner but 2, a, b"):
+        scale(mechanize(optax.sgd(1.0), labels={"first": "a", "last": "b"}).init(params))
+
+
+# Labels.
+
+
+def test_labels_tune_parts_as_if_they_were_alone():
+    """Where the gradients do not depend on the other part."""
+    labels = {"first": "a", "last": "b"}
+    together, params = mechanize(optax.adam(1.0), labels=labels), mlp(hidden=4)
+    state, step = together.init(params), jax.jit(together.update)
+    alone = {part: mechanize(optax.adam(1.0)) for part in labels}
+    parts = {part: (params[part], alone[part].init(params[part])) for part in labels}
+    for t in range(5):
+        grads = jax.tree.map(lambda p, t=t: jnp.cos(p + t), params)
+        updates, state = step(grads, state, params)
+        for part, (x, own) in parts.items():
+            update, own = jax.jit(alone[part].update)(grads[part], own, x)
+            np.testing.assert_allclose(updates[part]["weight"], update["weight"], rtol=1e-5)
+            parts[part] = optax.apply_updates(x, update), own
+        params = optax.apply_updates(params, updates)
+    for part, name in labels.items():
+        assert scales(state)[name] == pytest.approx(float(scale(parts[part][1])), rel=1e-5)
+    assert scales(state)["a"] != scales(state)["b"]
+    assert state.tuner.scales.shape == (2, 6)
+
+
+def test_labels_may_be_a_function():
+    by_kind = lambda params: jax.tree.map_with_path(lambda path, _: path[-1].key, params)  # noqa: E731
+    _, state = learned(mechanize(optax.sgd(1.0), labels=by_kind), steps=3)
+    assert sorted(scales(state)) == ["bias", "weight"]
+
+
+# Bad numbers.
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan, 3e38])
+def test_a_gradient_that_is_not_finite_leaves_its_tuner_alone_and_the_others_go_on(bad):
+    optimizer = mechanize(optax.adamw(1.0), labels={"first": "a", "last": "b"})
+    step = jax.jit(optimizer.update)
+    params, state = learned(optimizer, steps=5)
+    grads = gradient_of(params, *batch(9))
+    grads["first"]["weight"] = grads["first"]["weight"].at[2, 1].set(bad)
+    updates, after = step(grads, state, params)
+    for new, old in zip(after.tuner, state.tuner, strict=True):
+        np.testing.assert_array_equal(new[0], old[0])
+    assert (after.tuner.variance[1] != state.tuner.variance[1]).all()
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, after)))
+    zeroed = {**grads, "first": jax.tree.map(jnp.zeros_like, grads["first"])}
+    assert same_bits(step(zeroed, state, params)[1].base, after.base)
+
+
+def test_100_steps_with_bad_ones_among_them_still_train():
+    optimizer = mechanize(optax.adam(1.0))
+    step, params = jax.jit(optimizer.update), mlp()
+    state, start = optimizer.init(params), train_loss(params)
+    for t in range(100):
+        grads = gradient_of(params, *batch(t))
+        if t % 7 == 0:
+            grads["last"]["bias"] = grads["last"]["bias"].at[t % 10].set(jnp.nan)
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert train_loss(params) < start / 2
+
+
+def test_steps_without_a_gradient_change_neither_tuner_nor_parameters():
+    optimizer = mechanize(optax.sgd(1.0))
+    params, state = learned(optimizer, steps=5)
+    updates, after = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), state, params)
+    assert same_bits(after, state)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+
+
+# Observed gradients.
+
+
+def test_observed_gradients_are_what_the_tuner_learns_from():
+    optimizer = mechanize(optax.sgd(1.0))
+    params, state = learned(optimizer, steps=5)
+    grads, held_out = gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
+    _, expected = jax.jit(optimizer.update)(held_out, state, params)
+    observing = jax.jit(lambda *args: optimizer.update(*args[:3], observed=args[3]))
+    updates, after = observing(grads, state, params, held_out)
+    assert scale(after) == scale(expected)
+    u = jax.tree.map(lambda g: -g, grads)
+    assert all(
+        np.allclose(new, old + step, rtol=1e-6)
+        for new, old, step in zip(*(jax.tree.leaves(t) for t in (after.delta, state.delta, u)), strict=True)
+    )
+    broken = jax.tree.map(lambda g: g * jnp.nan, grads)
+    _, after = observing(broken, state, params, held_out)
+    assert scale(after) == scale(expected)  # the feedback is good, the base gets zeros
+    assert same_bits(after.delta, state.delta)
+    _, after = observing(grads, state, params, broken)
+    assert same_bits(after.tuner, state.tuner)
+
+
+def test_further_arguments_reach_the_base():
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra):
+        seen.append((value, sorted(extra)))
+        return updates, state
+
+    base = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    optimizer, params = mechanize(base), jnp.ones(2)
+    optimizer.update(params, optimizer.init(params), params, value=3.0, observed=params, other=1)
+    assert seen == [(3.0, ["other"])]
+
+
+# Differentiation and ensembles.
+
+
+def test_an_ensemble_is_its_members():
+    optimizer = mechanize(optax.adam(1.0))
+    members = jax.random.normal(jax.random.key(0), (3, 5))
+
+    def run(x):
+        state = optimizer.init(x)
+        for _ in range(4):
+            updates, state = optimizer.update(jnp.sin(x), state, x)
+            x = optax.apply_updates(x, updates)
+        return x, scale(state)
+
+    together, s = jax.jit(jax.vmap(run))(members)
+    for i, member in enumerate(members):
+        x, own = jax.jit(run)(member)
+        np.testing.assert_allclose(together[i], x, rtol=1e-5)
+        np.testing.assert_allclose(s[i], own, rtol=1e-5)
+
+
+def test_a_run_can_be_differentiated():
+    optimizer = mechanize(optax.sgd(1.0))
+
+    def end(factor):
+        x = jnp.asarray([1.0, -2.0, 0.5])
+        state = optimizer.init(x)
+        for _ in range(4):
+            updates, state = optimizer.update(factor * x**3, state, x)
+            x = optax.apply_updates(x, updates)
+        return jnp.sum(x**2)
+
+    with jax.enable_x64(True):
+        numeric = (end(jnp.asarray(1 + 1e-6, float)) - end(jnp.asarray(1 - 1e-6, float))) / 2e-6
+        assert jax.grad(end)(jnp.asarray(1.0, float)) == pytest.approx(float(numeric), rel=1e-4)
+
+
+def test_complex_parameters_move_as_pairs_of_real_ones():
+    optimizer = mechanize(optax.sgd(1.0))
+    x = jnp.asarray([1.0 + 2.0j, -0.5 + 0.1j])
+    pair = jnp.stack([x.real, x.imag])
+    state, pair_state = optimizer.init(x), optimizer.init(pair)
+    for _ in range(4):
+        updates, state = optimizer.update(2 * x, state, x)
+        x = optax.apply_updates(x, updates)
+        updates, pair_state = optimizer.update(2 * pair, pair_state, pair)
+        pair = optax.apply_updates(pair, updates)
+    np.testing.assert_allclose(jnp.stack([x.real, x.imag]), pair, rtol=1e-5)
+
+
+# Keeping what was learned.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("around", ["nothing", "chain", "MultiSteps"])
+def test_a_frozen_state_goes_on_at_the_learned_scale_without_delta(around, dtype):
+    optimizer = AROUND[around](mechanize(optax.sgd(0.1), unit=0.1))
+    params, state = train(mlp(hidden=4, dtype=dtype), optimizer, 10)
+    frozen = freeze(state)
+    saved = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    assert saved == 4 * sum(leaf.size for leaf in jax.tree.leaves(params)) + 6 * 6 * 4  # Delta and the tuner
+    step = stepper(optimizer)
+    trained, after = train(params, optimizer, 20, state=frozen, step=step)
+    assert step._cache_size() == 1
+    assert scale(after) == scale(state)
+    assert train_loss(trained) < train_loss(params)
+
+
+def test_freezing_is_the_base_at_the_learned_rate():
+    optimizer = mechanize(optax.adam(0.1), unit=0.1)
+    params, state = learned(optimizer)
+    plain, plain_state = release(optax.adam(0.1), state, unit=0.1)
+    rate = float(scale(state))
+    written_out = optax.adam(rate)
+    frozen, _ = train(params, optimizer, 10, state=freeze(state))
+    released, _ = train(params, plain, 10, state=plain_state)
+    expected, _ = train(params, written_out, 10, state=plain_state)
+    for ours, other, leaf in zip(*map(jax.tree.leaves, (frozen, released, expected)), strict=True):
+        np.testing.assert_allclose(ours, leaf, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(other, leaf, rtol=1e-3, atol=1e-6)
+
+
+def test_labels_are_released_each_at_its_own_rate():
+    labels = {"first": "a", "last": "b"}
+    params, state = learned(mechanize(optax.sgd(1.0), labels=labels))
+    plain, plain_state = release(optax.sgd(1.0), state, labels=labels)
+    updates, _ = plain.update(params, plain_state, params)
+    for part, name in labels.items():
+        np.testing.assert_allclose(updates[part]["weight"], -scales(state)[name] * params[part]["weight"], rtol=1e-6)
+
+
+def test_nothing_can_be_kept_before_anything_was_learned():
+    state = mechanize(optax.sgd(1.0)).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="nothing has been learned yet"):
+        freeze(state)
+    with pytest.raises(ValueError, match="nothing has been learned yet"):
+        release(optax.sgd(1.0), state)
+
+
+# Refusals and imports.
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        optax.contrib.prodigy(),
+        optax.contrib.schedule_free_sgd(),
+        optax.contrib.mechanize(optax.sgd(1.0)),
+        mechanize(optax.sgd(1.0)),
+        optax.chain(optax.clip(1.0), optax.contrib.dog()),
+        optax.lbfgs(),
+    ],
+    ids=["prodigy", "schedule_free", "optax's mechanize", "ours", "dog in a chain", "line search"],
+)
+def test_bases_that_make_no_sense_are_refused(base):
+    with pytest.raises(TypeError, match="mechanize cannot wrap a base that holds a"):
+        mechanize(base).init(jnp.ones(3))
+
+
+def test_wrong_arguments_are_explained():
+    with pytest.raises(TypeError, match=r"got <function sgd .*write mechanize\(optax\.adamw\(1\.0\)\)"):
+        mechanize(optax.sgd)
+    with pytest.raises(ValueError, match="unit must be a positive learning rate, got 0"):
+        mechanize(optax.sgd(1.0), unit=0)
+    with pytest.raises(TypeError, match="no field lamda"):
+        mechanize(optax.sgd(1.0), config={"lamda": 1.0})
+    optimizer = mechanize(optax.sgd(1.0), config=TunerConfig.paper())
+    with pytest.raises(ValueError, match=r"write optimizer\.update\(grads, state, params\)"):
+        optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
+
+
+def test_no_framework_imports_the_other():
+    for code in (
+        "import sys, mechanic; assert not {'torch', 'jax', 'optax'} & set(sys.modules)",
+        "import sys, mechanic.torch; assert not {'jax', 'optax'} & set(sys.modules)",
+        "import sys, mechanic.jax; assert not {'torch', 'flax', 'equinox'} & set(sys.modules)",
+    ):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
