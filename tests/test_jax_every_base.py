@@ -51,7 +51,7 @@ every_listed_base = pytest.mark.parametrize("name", LISTED)
 
 def model():
     """Small, for what takes the time is compiling."""
-    return {"weight": mlp()["first"]["weight"][:, :10], "bias": jnp.zeros(10)}
+    return {"weight": mlp()["first"][:, :10], "bias": jnp.zeros(10)}
 
 
 @jax.jit

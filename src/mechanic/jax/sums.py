@@ -52,7 +52,8 @@ def measure(
     if not params:
         return jnp.zeros((tuners, columns), dtype)
     lists = [leaves for leaves in (params, feedback, deltas, others) if leaves]
-    arrays = [array for leaves in lists for array in leaves]
+    # Where a run is differentiated, S counts as given: what it is made of has no derivative at its start.
+    arrays = [jax.lax.stop_gradient(array) for leaves in lists for array in leaves]
 
     def weighted(weights: Sequence[float] | None = None) -> Summing:
         """The sums over arrays as they are here, whole or one shard of each."""
@@ -140,8 +141,7 @@ def _over_shards(weighted: Weighted, lists: int) -> Summing:
 
     sum_here = weighted()
     partitioned = custom_partitioning(sum_here)
-    batchable = jax.custom_batching.custom_vmap(partitioned)
-    summed = jax.custom_jvp(batchable)
+    summed: Any = jax.custom_batching.custom_vmap(partitioned)
 
     def partition(mesh: Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
         params = operands[: len(operands) // lists]  # the others are laid out like them
@@ -160,15 +160,10 @@ def _over_shards(weighted: Weighted, lists: int) -> Summing:
         sharding_rule=rule,
     )
 
-    # The partitioned form can be neither batched nor differentiated; the sums themselves can.
-    @batchable.def_vmap
+    @summed.def_vmap  # the partitioned form cannot be batched, the sums themselves can
     def batched(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
         axes = [0 if is_batched else None for is_batched in in_batched]
         return jax.vmap(sum_here, in_axes=axes, axis_size=axis_size)(*arrays), True
-
-    @summed.defjvp
-    def differentiated(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        return jax.jvp(sum_here, primals, tangents)
 
     return summed
 

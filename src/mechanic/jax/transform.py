@@ -145,10 +145,12 @@ def mechanize(
         proposed, base_state = step_base([jnp.where(ok > 0, g, 0) for ok, g in zip(usable, grads, strict=True)])
 
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
-        # S' Delta' - S Delta is (S' - S) Delta + S' u without u, which XLA then need not keep in memory.
+        # S' Delta' - S Delta, exactly 0 where nothing has changed; and not from u, which XLA would keep in memory for it.
         steps = [
-            new_S * new - S * old
-            for new_S, new, S, old in zip(per_leaf(new_scale), new_deltas, per_leaf(scale), deltas, strict=True)
+            change * new + S * (new - old)
+            for change, new, S, old in zip(
+                per_leaf(new_scale - scale), new_deltas, per_leaf(scale), deltas, strict=True
+            )
         ]
         new_state = MechanicState(
             scale=dict(zip(names, new_scale, strict=True)),
