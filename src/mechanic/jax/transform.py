@@ -145,7 +145,7 @@ def mechanize(
         proposed, base_state = step_base([jnp.where(ok > 0, g, 0) for ok, g in zip(usable, grads, strict=True)])
 
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
-        # S' Delta' - S Delta, exactly 0 where nothing has changed; and not from u, which XLA would keep in memory for it.
+        # S' Delta' - S Delta, but exactly 0 where nothing has changed. Not from u, which XLA would then have to store.
         steps = [
             change * new + S * (new - old)
             for change, new, S, old in zip(
