@@ -57,11 +57,17 @@ def _under_jit(weighted: Weighted, lists: int) -> Summing:
     sum_here = weighted(None)
     partitioned = custom_partitioning(sum_here)
     summed: Any = jax.custom_batching.custom_vmap(partitioned)
+    has_float64 = jax.config.jax_enable_x64
 
     def partition(mesh: Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
         params = operands[: len(operands) // lists]
         specs = [_even_part(param.sharding.spec, param.shape, mesh) for param in params]
-        lower = _added_up(weighted, [_axes_of(spec) for spec in specs], mesh.shape)
+        added_up = _added_up(weighted, [_axes_of(spec) for spec in specs], mesh.shape)
+
+        def lower(*arrays: jax.Array) -> jax.Array:
+            with jax.enable_x64(has_float64):  # the compiler calls from a thread of its own
+                return added_up(*arrays)
+
         layout = tuple(NamedSharding(mesh, spec) for spec in specs) * lists  # the other lists as the parameters
         return mesh, lower, NamedSharding(mesh, P()), layout
 
