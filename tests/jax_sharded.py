@@ -114,11 +114,11 @@ def check_the_result_is_that_of_one_device():
 
 
 def check_training_is_that_of_one_device():
-    """In float64: in float32 bare AdamW itself ends 1e-4 apart, since sharded products round differently."""
+    """In float64: in float32 bare AdamW itself ends up to 1.5e-5 apart, since sharded products round differently."""
     with jax.enable_x64(True):
         for shape, specs in LAYOUTS.values():
             params = place(start(np.float64), mesh_of(shape), specs)
-            assert_same(run(params, make().init(params)), on_one_device())
+            assert_same(run(params, jax.jit(make().init)(params)), on_one_device())
 
 
 def check_the_sums_are_one_all_reduce():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,7 +58,7 @@ def _under_jit(weighted: Weighted, lists: int) -> Summing:
     sum_here = weighted(None)
     partitioned = custom_partitioning(sum_here)
     summed: Any = jax.custom_batching.custom_vmap(partitioned)
-    has_float64 = jax.config.jax_enable_x64
+    has_float64 = jnp.result_type(float) == jnp.float64
 
     def partition(mesh: Mesh, operands: Sequence[Any], result: Any) -> tuple[Any, ...]:
         params = operands[: len(operands) // lists]

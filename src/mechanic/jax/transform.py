@@ -77,7 +77,7 @@ def mechanize(
         base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
-        dtype = jnp.zeros((), float).dtype  # float64 where it is enabled: 1 - 0.999999 leaves one digit of a float32
+        dtype = jnp.result_type(float)  # float64 where it is enabled: 1 - 0.999999 leaves one digit of a float32
         return MechanicState(
             scale={name: jnp.zeros((), dtype) for name in names},
             delta=jax.tree.map(lambda p: _zeros_like(p, working_dtype(p.dtype)), params),
