@@ -2,8 +2,9 @@
 
     python benchmarks/jax_step.py [MILLIONS_OF_PARAMETERS] [STEPS]
 
-Everything in one process, parameters and state donated, the contenders taking turns; the ratios are of medians. Words are
-``compiled.cost_analysis()["bytes accessed"]`` in float32 per parameter, memory is ``compiled.memory_analysis()``.
+Everything in one process, parameters and state donated, the contenders taking turns; the ratios are of medians.
+Words are ``compiled.cost_analysis()["bytes accessed"]`` in float32 per parameter, memory is
+``compiled.memory_analysis()``.
 """
 
 import statistics

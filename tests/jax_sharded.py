@@ -1,4 +1,4 @@
-"""Run by test_jax_sharding.py on eight host devices: ``python tests/jax_sharded.py NAME_OF_A_CHECK``."""
+"""Run by test_jax_sharding.py on eight host devices: ``python tests/jax_sharded.py CHECK...``."""
 
 import functools
 import re
@@ -98,7 +98,7 @@ def with_given_gradients():
     return params, state
 
 
-def check_the_result_is_that_of_one_device():
+def check_result_of_one_device():
     """In float32, each step with the same gradients."""
     for layout, (shape, specs) in LAYOUTS.items():
         params = place(start(), mesh_of(shape), specs)
@@ -112,7 +112,7 @@ def check_the_result_is_that_of_one_device():
             assert state.delta[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim), (layout, name)
 
 
-def check_training_is_that_of_one_device():
+def check_training_of_one_device():
     """In float64: in float32 bare AdamW itself ends up to 1.5e-5 apart, since sharded products round differently."""
     with jax.enable_x64(True):
         for layout in ("over 8", "over 4 x 2"):
@@ -121,7 +121,7 @@ def check_training_is_that_of_one_device():
             assert_same(run(params, jax.jit(make().init)(params)), on_one_device())
 
 
-def check_the_sums_are_one_all_reduce():
+def check_one_all_reduce():
     for shape, specs in LAYOUTS.values():
         params = place(start(), mesh_of(shape), specs)
         update = jax.jit(make().update)
@@ -130,7 +130,7 @@ def check_the_sums_are_one_all_reduce():
     assert collectives(update.lower(everywhere, make().init(everywhere), everywhere).compile()) == []
 
 
-def check_the_result_on_explicit_axes():
+def check_result_on_explicit_axes():
     for shape, specs in LAYOUTS.values():
         mesh = mesh_of(shape, AxisType.Explicit)
         with jax.set_mesh(mesh):
@@ -183,7 +183,8 @@ def check_shard_map_without_tracking():
     np.testing.assert_allclose(scales(ours)["default"], scales(expected)["default"], rtol=1e-6)
 
 
-def check_data_parallel_in_shard_map_needs_no_name():
+def check_data_parallel_in_shard_map():
+    """Every shard holds all parameters, so no axis is to be named."""
     mesh, optimizer = mesh_of((8,)), make()
 
     def body(params, state, x):
@@ -224,4 +225,5 @@ def check_ensembles_and_uneven_shards():
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    globals()[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        globals()[f"check_{name}"]()

@@ -65,8 +65,9 @@ def test_both_schedules_are_the_same():
             assert float(schedule(jnp.int32(t))) == pytest.approx(warmup_cosine(t), abs=1e-15)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "config"), [*((base, "default") for base in BASES), ("SGD", "paper"), ("AdamW", "two betas")]
+)
 def test_float64_follows_the_oracle_for_300_steps(base, config):
     ours, reference = CONFIGS[config]
     with jax.enable_x64(True):
@@ -84,7 +85,7 @@ def test_float64_follows_mechanic_torch_side_by_side_for_300_steps(base):
     assert_close(course, run_mechanic(in_torch, options, ours, torch.float64), 1e-9)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["SGD", "AdamW"])
 def test_float32_tracks_the_scale_for_100_steps(base):
     expected = run_oracle(IN_TORCH[base][0], {}, steps=100)
     for (our_s, _), (s, _) in zip(run_jax(BASES[base], None, jnp.float32, steps=100), expected, strict=True):

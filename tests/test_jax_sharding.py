@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("jax_sharded.py")
-CHECKS = [line.split()[1].split("(")[0] for line in SCRIPT.read_text().splitlines() if line.startswith("def check_")]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_eight_devices(check):
-    flags = "--xla_force_host_platform_device_count=8"
+@pytest.mark.parametrize(
+    "checks",
+    [
+        ("one_all_reduce", "result_of_one_device", "result_on_explicit_axes"),
+        ("training_of_one_device", "data_parallel_in_shard_map"),
+        ("shard_map", "shard_map_without_tracking", "ensembles_and_uneven_shards"),
+    ],
+    ids=", ".join,
+)
+def test_on_eight_devices(checks):
     result = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, check],
-        env={**os.environ, "XLA_FLAGS": flags},
-        timeout=120,
+        [sys.executable, "-W", "error", SCRIPT, *checks],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        timeout=240,
         capture_output=True,
         text=True,
     )

@@ -101,19 +101,21 @@ def mechanize(
         names, rows = rows_of(labels, params)
         residuals = _leaves_like(leaves, state.residual)
         values = [value_of(p, residual) for p, residual in zip(leaves, residuals, strict=True)]
-        grads = [widen(g) for g in treedef.flatten_up_to(updates)]
+
+        def like_values(tree: PyTree) -> list[jax.Array]:
+            """The leaves of a tree like the parameters, in their working dtypes."""
+            return [jnp.asarray(leaf, x.dtype) for leaf, x in zip(treedef.flatten_up_to(tree), values, strict=True)]
 
         def per_leaf(by_tuner: jax.Array) -> list[jax.Array]:
             """Of every parameter its tuner's own, in a dtype that does not widen what it is multiplied with."""
-            return [by_tuner[row].astype(value.real.dtype) for value, row in zip(values, rows, strict=True)]
+            return [by_tuner[row].astype(x.real.dtype) for x, row in zip(values, rows, strict=True)]
 
         def step_base(grads: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
             """The base's updates, in units of the tuner."""
             proposed, base_state = base.update(
                 treedef.unflatten(grads), state.base, treedef.unflatten(values), **extra_args
             )
-            proposed = [u.astype(value.dtype) for u, value in zip(treedef.flatten_up_to(proposed), values, strict=True)]
-            return [u / jnp.asarray(unit, u.dtype) for u in proposed], base_state
+            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed)], base_state
 
         def move(steps: list[jax.Array], new_state: MechanicState) -> tuple[optax.Updates, MechanicState]:
             """The updates that move the parameters by these steps, and the state with what rounding cuts off."""
@@ -123,26 +125,25 @@ def mechanize(
             residual = treedef.unflatten([residual for _, residual in landings])
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
+        grads = like_values(updates)
         scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
         if state.delta is None or state.tuner is None:  # frozen
             proposed, base_state = step_base(grads)
-            return move(
-                [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)], state._replace(base=base_state)
-            )
+            steps = [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)]
+            return move(steps, state._replace(base=base_state))
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
-        feedback = grads if observed is None else [widen(g) for g in treedef.flatten_up_to(observed)]
-        sums = measure(
-            values, feedback, deltas, () if observed is None else grads, rows, len(names), dtype, axis_name
-        )  # [tuners, 5], and a column for the gradients where they are not the feedback
+        feedback, unobserved = (grads, []) if observed is None else (like_values(observed), grads)
+        # [tuners, 5], and a column for the gradients where they are not the feedback
+        sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
-        usable = per_leaf(jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1))
-        proposed, base_state = step_base([jnp.where(ok > 0, g, 0) for ok, g in zip(usable, grads, strict=True)])
+        usable = jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1)  # [tuners]
+        proposed, base_state = step_base([jnp.where(usable[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
         # S' Delta' - S Delta, but exactly 0 where nothing has changed. Not from u, which XLA would then have to store.
