@@ -41,8 +41,6 @@ BASES = LISTED | {
     "fromage": lambda lr: optax.fromage(0.01 * lr),  # not proportional to lr, and at 1 no optimizer at all
     "adafactor": optax.adafactor,
     "muon": optax.contrib.muon,
-    "adopt": optax.contrib.adopt,
-    "ademamix": optax.contrib.ademamix,
     "madgrad": optax.contrib.madgrad,
 }
 every_base = pytest.mark.parametrize("name", BASES)

@@ -134,7 +134,7 @@ def test_it_trains_where_optaxs_mechanize_stands_still(lr, dtype, width):
     assert ours < 0.8 * start
 
 
-@pytest.mark.parametrize("lr", [2.0**-20, 1.0, 2.0**10])
+@pytest.mark.parametrize("lr", [2.0**-20, 2.0**10])
 def test_the_unit_makes_the_learning_rate_a_shape(lr):
     """Where dividing by it is exact, to the bit."""
     ends = [train(mlp(hidden=4), mechanize(optax.sgd(rate, momentum=0.9), unit=rate), 20)[0] for rate in (1.0, lr)]

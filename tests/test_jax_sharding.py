@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("jax_sharded.py")
 def test_on_eight_devices(checks):
     result = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, *checks],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"},
         timeout=240,
         capture_output=True,
         text=True,
