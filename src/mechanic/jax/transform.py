@@ -146,11 +146,11 @@ def mechanize(
         proposed, base_state = step_base([jnp.where(usable[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
-        # S' Delta' - S Delta, but exactly 0 where nothing has changed. Not from u, which XLA would then have to store.
+        # S' Delta' - S Delta, from u and Delta' alone: for Delta as well XLA would have to copy what is donated.
         steps = [
-            change * new + S * (new - old)
-            for change, new, S, old in zip(
-                per_leaf(new_scale - scale), new_deltas, per_leaf(scale), deltas, strict=True
+            change * new + S * u
+            for change, new, S, u in zip(
+                per_leaf(new_scale - scale), new_deltas, per_leaf(scale), proposed, strict=True
             )
         ]
         new_state = MechanicState(
