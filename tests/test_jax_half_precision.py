@@ -99,6 +99,16 @@ def test_wide_leaves_among_half_ones_keep_no_residual():
     assert jax.tree.leaves(optimizer.init(mlp()).residual) == []
 
 
+def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
+    """As docs/jax.md says: optax.tree.map_params cannot know that there are any."""
+    params, optimizer = mlp(dtype=jnp.bfloat16), mechanize(optax.adamw(1.0))
+    names = {"first": "rows", "last": "all"}
+    layout = optax.tree.map_params(
+        lambda p: optimizer.init(p)._replace(residual=p), lambda _, name: name, optimizer.init(params), names
+    )
+    assert layout.delta == layout.residual == layout.base[0].mu == names
+
+
 def test_two_steps_in_one_program_are_two_steps():
     """Between them XLA may keep a parameter in more bits than it has."""
     optimizer, params = mechanize(optax.sgd(1.0)), jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16)
