@@ -106,7 +106,7 @@ def check_result_of_one_device():
 
 
 def check_training_of_one_device():
-    """In float64: in float32 bare AdamW itself ends up to 1.5e-5 apart, since sharded products round differently."""
+    """In float64: in float32 sharded products round differently, and training amplifies that (docs/jax.md)."""
     with jax.enable_x64(True):
         for layout in ("over 8", "over 4 x 2"):
             shape, specs = LAYOUTS[layout]
