@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from benchmarks.tasks import Task
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, layer_groups
 
 Build = Callable[[nn.Module, Task, float], Optimizer]  # model, task, learning rate
 
@@ -48,6 +48,7 @@ class Contender:
     lr: float | None = None  # None: to be tuned on a grid
     follows_schedule: bool = True
     averages: bool = False  # evaluated at DoG's average of the iterates
+    observes_every: int = 0  # held-out gradients, so often
     lrs: tuple[float, ...] = ()  # where several are to be run all the same
 
 
@@ -151,10 +152,45 @@ VARIANTS = [
     for base in ("sgd", "adamw")
 ]
 
+# Studies beyond the paper.
+
+
+def _own_iterates(kind: str) -> Build:
+    def build(model: nn.Module, task: Task, lr: float) -> Optimizer:
+        import schedulefree
+
+        classes = {"sgd": schedulefree.SGDScheduleFree, "adamw": schedulefree.AdamWScheduleFree}
+        base = classes[kind](model.parameters(), lr=lr, warmup_steps=int(0.05 * task.steps))
+        return Mechanic(base, own_iterates=True)
+
+    return build
+
+
+def _per_layer(name: str) -> Build:
+    return lambda model, task, lr: Mechanic(base_class(name, task)(layer_groups(model), lr=lr))
+
+
+STUDIES = [
+    *(
+        Contender(f"observing {every} / {base}", base, _ours(base), lr=1.0, observes_every=every)
+        for every in (1, 4)
+        for base in ("sgd", "adamw")
+    ),
+    *(Contender(f"per layer / {base}", base, _per_layer(base), lr=1.0) for base in ("sgd", "adamw")),
+    *(
+        Contender(f"mechanic schedule-free / {base}", base, _own_iterates(base), lr=1.0, follows_schedule=False)
+        for base in ("sgd", "adamw")
+    ),
+    *(
+        Contender(f"tuned schedule-free / {base}", base, _schedule_free(base), follows_schedule=False)
+        for base in ("sgd", "adamw")
+    ),
+]
+
 # Not contenders of the tables: what happens to ours when another lr is passed.
 FLAT = [
     Contender(f"flat {base}", base, _ours(base), lrs=tuple(10.0**power for power in range(-6, 7, 2)))
     for base in ("sgd", "adamw")
 ]
 
-CONTENDERS = {contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *FLAT]}
+CONTENDERS = {contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *STUDIES, *FLAT]}

@@ -290,5 +290,33 @@ WIDTHS = [_of_width(width) for width in (16, 32, 64, 128)]
 # Scaled so that an empty bin is -1, the noise of the classes in a batch drowns all else: no tuner gets off the ground.
 HARD = [_convex("cifar100_histograms", 128, 100, suffix="-centred")]
 
+# Little data, learned by heart, and dropout: what is tuned for matters there.
+
+
+def _some(of: Task, count: int, steps: int) -> Task:
+    def few() -> Split:
+        split = of.data()
+        return Split(tuple(tensor[:count] for tensor in split.train), split.test)
+
+    return replace(of, name=f"{of.name}-{count}", data=functools.cache(few), steps=steps)
+
+
+_by_name = {task.name: task for task in [*IMAGES, *FINE_TUNING]}
+FEW = [
+    _some(_by_name["mlp-fashion"], 2000, steps=2000),
+    _some(_by_name["cnn-mnist"], 500, steps=1000),
+    _some(_by_name["resnet-cifar10"], 1000, steps=600),
+    _some(_by_name["bert-banking77"], 2000, steps=800),
+]
+
+
+def _gpt(dropout: float) -> Task:
+    model = functools.partial(models.GPT, 65, LENGTH, width=64, layers=2, heads=4, dropout=dropout)
+    return replace(GPT, name=f"{GPT.name}-dropout{dropout}", model=model)
+
+
+DROPOUT = [*(_gpt(rate) for rate in (0.1, 0.3, 0.5)), *(_fine_tuning("banking77", 77, rate) for rate in (0.3, 0.5))]
+LONG = [replace(task, name=f"{task.name}-long", steps=2000) for task in (_by_name["mlp-fashion"], GPT)]
+
 CPU = [*CONVEX, TABULAR, *IMAGES, *LANGUAGE, *FINE_TUNING]
-TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS]}
+TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG]}

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import math
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,29 +37,46 @@ class Run:
     seed: int
 
 
-def batches(task: Task, seed: int) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Without end: the train data in an order of the seed's, shuffled anew for every epoch."""
+def batches(task: Task, seed: int, rows: Tensor | None = None) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Without end: the train data, or some rows of it, in an order of the seed's, shuffled anew for every epoch."""
     generator = torch.Generator().manual_seed(seed)
     train = task.data().train
+    rows = torch.arange(len(train[0])) if rows is None else rows
     while True:
-        order = torch.randperm(len(train[0]), generator=generator)
+        order = rows[torch.randperm(len(rows), generator=generator)]
         for chosen in order[: len(order) // task.batch * task.batch].split(task.batch):
             yield task.prepare(tuple(part[chosen] for part in train), generator)
 
 
 def training(
-    task: Task, optimizer_of: Callable[[nn.Module], Optimizer], seed: int, *, follows_schedule: bool = True
+    task: Task,
+    optimizer_of: Callable[[nn.Module], Optimizer],
+    seed: int,
+    *,
+    follows_schedule: bool = True,
+    observes_every: int = 0,
 ) -> Iterator[tuple[int, nn.Module, Optimizer]]:
-    """Yield the model and its optimizer before the first and after every step."""
+    """Yield the model and its optimizer before the first and after every step.
+
+    With ``observes_every``, a tenth of the train data is held out, and its gradients are observed so often.
+    """
     torch.manual_seed(seed)
     model = task.model().train()
     optimizer = optimizer_of(model)
     shape = task.schedule if follows_schedule else lambda done: 1.0
     # The first step of a warm-up is not taken at 0.
     schedule = LambdaLR(optimizer, lambda step: shape((step + (shape(0.0) == 0.0)) / task.steps))
+    rows = held_out = None
+    if observes_every:
+        order = torch.randperm(len(task.data().train[0]), generator=torch.Generator().manual_seed(0))
+        rows, kept = order.split([len(order) - len(order) // 10, len(order) // 10])
+        held_out = batches(task, seed, kept)
     yield 0, model, optimizer
-    for step, prepared in zip(range(1, task.steps + 1), batches(task, seed), strict=False):
+    for step, prepared in zip(range(1, task.steps + 1), batches(task, seed, rows), strict=False):
         optimizer.zero_grad()
+        if held_out is not None and step % observes_every == 0:
+            task.loss(model, next(held_out)).backward()
+            optimizer.observe()
         task.loss(model, prepared).backward()
         optimizer.step()
         schedule.step()
@@ -104,7 +122,7 @@ def evaluation_point(task: Task, model: nn.Module, optimizer: Optimizer, average
     if average is not None:
         yield average.averaged_model
         return
-    moves = hasattr(optimizer, "eval")  # Schedule-Free
+    moves = hasattr(getattr(optimizer, "base", optimizer), "eval")  # Schedule-Free
     if moves:
         optimizer.eval()
         _settle_batch_norms(task, model)
@@ -138,7 +156,8 @@ def measure(task: Task, contender: Contender, lr: float, seed: int) -> dict[str,
     curve: dict[str, list[float | None]] = {}
     average, seconds, start = None, 0.0, time.perf_counter()
     build = functools.partial(contender.build, task=task, lr=lr)
-    for step, model, optimizer in training(task, build, seed, follows_schedule=contender.follows_schedule):
+    options = {"follows_schedule": contender.follows_schedule, "observes_every": contender.observes_every}
+    for step, model, optimizer in training(task, build, seed, **options):
         if contender.averages:
             average = average or _average_of(model)
             average.step()
@@ -148,7 +167,7 @@ def measure(task: Task, contender: Contender, lr: float, seed: int) -> dict[str,
         with evaluation_point(task, model, optimizer, average) as judged:
             point = {"step": step, **evaluate(task, judged)}
         if isinstance(optimizer, Mechanic):
-            point["scale"] = optimizer.scales()["default"]
+            point["scale"] = statistics.median(optimizer.scales().values())
         for key, value in point.items():
             curve.setdefault(key, []).append(float(f"{value:.5g}") if math.isfinite(value) else None)
         if not math.isfinite(point["train_loss"]):

@@ -25,6 +25,7 @@ class Departures:
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
     guard: bool = True  # after line 16: S falls by at most one half
+    forgetting: bool = False  # line 9: a part of Delta is let go while S is larger than ever
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod
@@ -34,7 +35,7 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(relative_start=False, guard=False)
+        return cls(relative_start=False, guard=False, forgetting=False)
 
 
 class Oracle:
@@ -49,30 +50,35 @@ class Oracle:
         lam: float = 0.01,
         s_init: float = 0.01,
         eps: float = 1e-8,
+        own_iterates: bool = False,
         departures: Departures | None = None,
     ) -> None:
         self.base, self.lam, self.s_init, self.eps = base, lam, s_init, eps  # 1
         self.departures = departures or Departures()
+        self.own_iterates = own_iterates  # Theorem 1: the base steps on x_ref + Delta
         self.beta, self.n = np.array(betas), len(betas)
         self.v, self.r, self.m = (np.zeros(self.n) for _ in range(3))  # 2
         self.x = self.x_ref = np.array(x, dtype=np.float64)  # 2
         self.delta = np.zeros_like(self.x)  # 3
         self.s = self.s_before = np.zeros(self.n)  # 4
-        self.largest_delta = 0.0
-        self.initial_norm = 0.0
+        self.largest_delta = self.initial_norm = self.largest_scale = 0.0
+        self.t = 0
 
     @property
     def scale(self) -> float:
         return float(self.s.sum())
 
-    def step(self, g: Floats) -> None:
-        """One pass of the loop, line 5, with the gradient of line 6."""
+    def step(self, g: Floats, observed: Floats | None = None) -> None:
+        """One pass of the loop, line 5, with the gradient of line 6; or another one as the feedback of line 10."""
         d, x = self.departures, self.x
-        u = self.base(x, g)  # 7
+        u = self.base(self.x_ref + self.delta if self.own_iterates else x, g)  # 7
         delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
-        self.delta = delta + u  # 9
-        if not (d.idle_steps_kept and not (np.isfinite(g).all() and g.any())):
-            self._tune(g, x, delta)
+        feedback = g if observed is None else observed
+        kept = 1.0
+        if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
+            self._tune(feedback, x, delta)
+            kept = self._kept_share()
+        self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17
 
     def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:
@@ -88,6 +94,13 @@ class Oracle:
         if d.guard and s.sum() < self.scale / 2:
             s = s + (self.scale / 2 - s.sum()) / self.n
         self.s_before, self.s = self.s, s
+
+    def _kept_share(self) -> float:
+        former, t = self.largest_scale, self.t
+        self.largest_scale, self.t = max(former, self.scale), t + 1
+        if not self.departures.forgetting or self.own_iterates or former == 0:
+            return 1.0
+        return max(former / self.largest_scale, 1 - 2 / (t + 2))
 
     def _s_init(self, x: Floats, delta: Floats) -> float:
         if not self.departures.relative_start:

@@ -404,6 +404,47 @@ def no_gradient_on_some_ranks(base, per_group):
     return report(parameters(models[rank]), apart.scales(), expected, tuners_of(apart))
 
 
+def observing(base, per_group):
+    """Held-out feedback on every other step, under FSDP2: still one collective a step."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def train_and_observe(model, optimizer, part):
+        collectives = []
+        for step in range(STEPS):
+            mode = CommDebugMode()
+            if step % 2:
+                loss_of(model, 1000 + step, part).backward()
+                with mode:
+                    optimizer.observe()
+            loss_of(model, step, part).backward()
+            with mode:
+                optimizer.step()
+            optimizer.zero_grad()
+            collectives.append(mode.get_total_counts())
+        return collectives
+
+    plain, sharded = Model(), fully_shard(Model())
+    optimizers = [wrap(model, base, per_group) for model in (plain, sharded)]
+    train_and_observe(plain, optimizers[0], lambda tensor: tensor)
+    counts = train_and_observe(sharded, optimizers[1], share)
+    assert counts == [1] * STEPS, counts
+    expected = parameters(plain), optimizers[0].scales()
+    return report(parameters(sharded), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
+
+
+def own_iterates(base, per_group):
+    """The base steps on shards of iterates of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = Model(), fully_shard(Model())
+    optimizers = [wrap(model, base, per_group, own_iterates=True) for model in (plain, sharded)]
+    train(plain, optimizers[0], part=lambda tensor: tensor)
+    train(sharded, optimizers[1])
+    expected = parameters(plain), optimizers[0].scales()
+    return report(parameters(sharded), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
+
+
 def mixed_precision(base, per_group):
     """Beside the bare base at the learned rate: how far a bfloat16 forward leads each from its float32 run."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -552,6 +593,8 @@ CASES = {
             no_gradient_on_some_ranks,
             tensor_parallel_without_a_gradient,
             pipeline_without_a_gradient,
+            observing,
+            own_iterates,
             mixed_precision,
             collectives,
             one_bad_rank,

@@ -33,10 +33,10 @@ def trained():
 def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
     state_dict = trained[1].state_dict()
     group, state = state_dict["param_groups"][0], state_dict["state"][0]
-    assert group["mechanic_format"] == 1
+    assert group["mechanic_format"] == 2
     assert group["mechanic_row"] == 0
     assert group["mechanic_unit"] == 1e-3
-    assert group["mechanic_tuner"].shape == (7, 6)
+    assert group["mechanic_tuner"].shape == (9, 6)
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "mechanic_delta"}
     added = {key for key in group if key.startswith("mechanic_")}
     assert all(isinstance(group[key], (int, float, torch.Tensor)) for key in added)
@@ -56,8 +56,8 @@ def test_a_version_1_checkpoint_loads():
 
 def test_a_newer_format_is_refused(trained):
     state_dict = copy.deepcopy(trained[1].state_dict())
-    state_dict["param_groups"][0]["mechanic_format"] = 2
-    with pytest.raises(ValueError, match="mechanic_format 2, this version reads up to 1; upgrade"):
+    state_dict["param_groups"][0]["mechanic_format"] = 3
+    with pytest.raises(ValueError, match="mechanic_format 3, this version reads up to 2; upgrade"):
         wrapped(mlp()).load_state_dict(state_dict)
 
 
@@ -148,7 +148,7 @@ def test_a_tuner_saved_where_there_is_no_float64_loads_where_there_is(trained):
 
 def test_a_newer_format_that_renames_its_keys_is_still_told_from_a_broken_one(trained):
     state_dict = copy.deepcopy(trained[1].state_dict())
-    state_dict["param_groups"][0]["mechanic_format"] = 2
+    state_dict["param_groups"][0]["mechanic_format"] = 3
     del state_dict["param_groups"][0]["mechanic_row"]
     with pytest.raises(ValueError, match="upgrade mechanic"):
         wrapped(mlp()).load_state_dict(state_dict)

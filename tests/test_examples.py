@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+import held_out
 import per_group
 import probe_then_train
 
@@ -37,3 +38,10 @@ def test_a_tuner_per_group_beats_one_for_all_and_the_best_of_nine_learning_rates
 
 def test_a_probed_run_ends_as_low_as_a_learned_one():
     assert probe_then_train.main() < 0.1
+
+
+def test_held_out_feedback_closes_the_gap_to_a_learning_rate_tuned_on_the_test_data():
+    by_train, by_held_out = (held_out.learned(observing=observing) for observing in (False, True))
+    best = held_out.tuned_on_test()
+    assert by_train - best > 1.0
+    assert by_train - by_held_out >= 0.8 * (by_train - best)

@@ -26,6 +26,7 @@ BASES = {
 CONFIGS = {
     "default": (TunerConfig(), {}),
     "paper": (TunerConfig.paper(), {"s_init": 1e-8, "departures": oracle.Departures.only_what_must_be()}),
+    "forgetting": (TunerConfig(forgetting=2.0), {"departures": oracle.Departures(forgetting=True)}),
     "two betas": (
         TunerConfig(betas=(0.9, 0.999), decay=0.1, s_init=1e-3),
         {"betas": (0.9, 0.999), "lam": 0.1, "s_init": 1e-3},

@@ -20,7 +20,7 @@ def random_sums(rng, tuners=3):
 
 
 def play(config, sums, tuners=3, state=None):
-    state = state or TunerState(*np.zeros((6, tuners, len(config.betas))))
+    state = state or TunerState(*np.zeros((8, tuners, len(config.betas))))
     for row in sums:
         state = update(state, row, np.array(config.betas), config, np)
     return state
@@ -39,7 +39,7 @@ def as_jax(array):
 def test_every_framework_agrees_with_numpy(config, module, convert):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        state = TunerState(*np.zeros((6, 3, len(config.betas))))
+        state = TunerState(*np.zeros((8, 3, len(config.betas))))
         twin = TunerState(*(convert(array) for array in state))
         betas = np.array(config.betas)
         for _ in range(50):
@@ -54,7 +54,7 @@ def test_every_framework_agrees_with_numpy(config, module, convert):
 def test_it_compiles_in_jax():
     config = TunerConfig()
     compiled = jax.jit(lambda state, sums: update(state, sums, jnp.asarray(config.betas), config, jnp))
-    state = TunerState(*jnp.zeros((6, 1, 6)))
+    state = TunerState(*jnp.zeros((8, 1, 6)))
     for _ in range(3):
         state = compiled(state, jnp.asarray([[-1.0, 0.0, 1.0, 4.0, 1.0]]))
     assert compiled._cache_size() == 1

@@ -37,6 +37,8 @@ class TunerConfig:
         decay: the paper's lambda, which keeps S from growing without bound on separable data.
         eps: added to sqrt(v), where nothing but zero feedback makes v vanish.
         guard: let S fall by at most one half per step, so that one bad batch cannot undo a run.
+        forgetting: while S is larger than ever, let go of what was moved at a smaller one: of up to this many
+            parts in t of Delta on step t. 0 keeps all of it, as the paper does.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
@@ -51,6 +53,7 @@ class TunerConfig:
     decay: float = 0.01
     eps: float = 1e-8
     guard: bool = True
+    forgetting: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
@@ -58,19 +61,19 @@ class TunerConfig:
             raise ValueError(f"betas must be one or more numbers in [0, 1], got {self.betas}")
         if not (self.s_init > 0 and math.isfinite(self.s_init)):
             raise ValueError(f"s_init must be positive and finite, or S never leaves 0, got {self.s_init}")
-        for name in ("decay", "eps"):
+        for name in ("decay", "eps", "forgetting"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be non-negative and finite, got {value}")
 
     @classmethod
     def paper(cls) -> TunerConfig:
-        """The published algorithm: an absolute first scale of 1e-8 and no guard.
+        """The published algorithm: an absolute first scale of 1e-8, no guard, and nothing forgotten.
 
         What stays is what the printed text cannot run without: ``|h|`` in the running maximum, the
         reward of the scale in force, and a stored Delta.
         """
-        return cls(s_init=1e-8, relative_start=False, guard=False)
+        return cls(s_init=1e-8, relative_start=False, guard=False, forgetting=0.0)
 
     @classmethod
     def of(cls, config: TunerConfig | Mapping[str, Any] | None) -> TunerConfig:
@@ -96,6 +99,21 @@ class TunerState(NamedTuple):
     scales: Array  # s
     initial_norm: Array  # |x_1|; 0 until measured
     largest_delta: Array  # max |Delta_k| over k <= t
+    largest_scale: Array  # max S_k over k <= t
+    steps: Array  # t, of those that had feedback
+
+
+def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array:
+    """The share of Delta that outlives a step, [tuners, n], the same for all n.
+
+    Where S grows beyond all it has been, scaling up what was moved before would undo what has settled since. So that
+    part is let go, by as much as S grows, but no faster than an average over all steps forgets.
+    """
+    if not config.forgetting:
+        return xp.ones_like(before.steps)
+    former, largest = before.largest_scale, after.largest_scale
+    shrunk = xp.where(former > 0, former / xp.where(largest > 0, largest, 1.0), 1.0)
+    return xp.maximum(shrunk, 1 - config.forgetting / (before.steps + config.forgetting))
 
 
 def total_scale(state: TunerState, xp: Any) -> Array:
@@ -120,7 +138,7 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
     Example:
         >>> import numpy as np
         >>> config = TunerConfig()
-        >>> state = TunerState(*np.zeros((6, 1, 6)))
+        >>> state = TunerState(*np.zeros((8, 1, 6)))
         >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
         >>> state = update(state, sums, np.array(config.betas), config, np)
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
@@ -154,6 +172,8 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
         fallen = scale / 2 - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
-    proposed = TunerState(largest_feedback, variance, reward, scales, initial_norm, largest_delta)
+    largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
+    sizes = initial_norm, largest_delta, largest_scale
+    proposed = TunerState(largest_feedback, variance, reward, scales, *sizes, state.steps + 1)
     usable = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback**2) & (grad_sq > 0)
     return TunerState(*(xp.where(usable, new, old) for new, old in zip(proposed, state, strict=True)))

@@ -17,7 +17,7 @@ from mechanic.jax.labels import rows_of
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.sums import measure
-from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
+from mechanic.tuner import SUMS, TunerConfig, TunerState, kept_share, total_scale, update
 
 
 def mechanize(
@@ -145,12 +145,17 @@ def mechanize(
         usable = jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1)  # [tuners]
         proposed, base_state = step_base([jnp.where(usable[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
+        former = scale
+        if tuner_config.forgetting:
+            kept = kept_share(state.tuner, tuner, tuner_config, jnp)[:, 0]  # [tuners]
+            deltas = [share * delta for share, delta in zip(per_leaf(kept), deltas, strict=True)]
+            former = scale / kept
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
         # S' Delta' - S Delta, from u and Delta' alone: for Delta as well XLA would have to copy what is donated.
         steps = [
             change * new + S * u
             for change, new, S, u in zip(
-                per_leaf(new_scale - scale), new_deltas, per_leaf(scale), proposed, strict=True
+                per_leaf(new_scale - former), new_deltas, per_leaf(former), proposed, strict=True
             )
         ]
         new_state = MechanicState(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,12 @@ from mechanic.torch.checkpoint import STATE_KEYS
 from mechanic.torch.groups import params_of
 
 
-def step_alone(base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False) -> list[list[Tensor]]:
+def step_alone(
+    base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
+) -> list[list[Tensor]]:
     """Step the base on working copies of what is in the buckets, and return the copies as it left them.
 
+    ``instead`` of its step the base may do something else to all its parameters, those without a gradient included.
     Meanwhile the base sees its own state only, and learning rates in units of those it was built with, times a frozen
     scale if ``scale_lr``. Where it fails, nothing but its own state has moved.
     """
@@ -40,10 +43,10 @@ def step_alone(base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False
         for p in idle_grads:
             p.grad = None
         for bucket in buckets:
-            if bucket.has_grad:
+            if bucket.has_grad or (instead and bucket.moves):
                 bucket.lend()
         with _global_hooks_silenced():
-            base.step()
+            (instead or base.step)()
         has_stepped = True
     finally:
         stepped = [bucket.take_back() for bucket in buckets]

@@ -8,7 +8,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
-_OWN_ITERATES = "it keeps iterates of its own beside the parameters, which scaling the parameters would tear apart"
+_OWN_ITERATES = (
+    "it keeps iterates of its own beside the parameters, which scaling the parameters would tear apart; "
+    "write Mechanic(..., own_iterates=True)"
+)
 _IN_BACKWARD = "it steps inside the backward pass, and Mechanic's feedback is a sum over all gradients"
 _TUNER = "it already learns the size of its steps, and two tuners on one step fight each other; use one of them"
 
@@ -24,7 +27,7 @@ _REFUSED = {
 _REFUSED_PREFIXES = {"DAdapt": _TUNER, "Prodigy": _TUNER}
 
 
-def refuse_unsuitable(base: Any) -> None:
+def refuse_unsuitable(base: Any, *, own_iterates: bool = False) -> None:
     """Raise a TypeError or ValueError that says what to do where ``base`` cannot be wrapped."""
     if inspect.isclass(base):
         name = base.__name__
@@ -34,7 +37,8 @@ def refuse_unsuitable(base: Any) -> None:
         )
     if not isinstance(base, Optimizer):
         raise TypeError(f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}")
-    if reason := _reason_to_refuse(base):
+    reason = _reason_to_refuse(base)
+    if reason and not (reason == _OWN_ITERATES and own_iterates):
         raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
     if any("mechanic_format" in group for group in base.param_groups):
         raise ValueError(

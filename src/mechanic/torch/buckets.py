@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
-from mechanic.torch.shards import get_local, local, set_local
+from mechanic.torch.groups import Group, rows_of
+from mechanic.torch.shards import Reduction, cut_grad_as_parameter, get_local, local, set_local
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
@@ -58,9 +60,10 @@ class Bucket:
     dtype: torch.dtype
     has_grad: bool
     moves: bool  # by its gradient, or by a Delta from earlier ones
+    lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
-    _lent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # their own data and gradient meanwhile
+    _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
 
     @property
     def deltas(self) -> list[Tensor]:
@@ -75,6 +78,11 @@ class Bucket:
         sums = vectors.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums * self.weight
 
+    def grad_sq(self) -> Tensor:
+        """|g|^2, [1], of what this rank holds."""
+        grads = self._grads()
+        return vectors.dot(grads, grads, self.device).reshape(1) * self.weight
+
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
         unusable = self._own(finite).logical_not()
@@ -83,9 +91,13 @@ class Bucket:
 
     def lend(self) -> None:
         """Point the parameters at working copies for the base to step on."""
-        for p, grad, copy in zip(self.params, self._grads(), self._values(copy=True), strict=True):
+        copies = self._values(copy=True)
+        if self.lead is not None:
+            vectors.rescale(copies, self.deltas, self._scalar(self.lead))
+        for p, copy in zip(self.params, copies, strict=True):
+            grad = None if p.grad is None else local(p.grad)
             self._lent.append((get_local(p), grad))
-            _repoint(p, copy, grad.to(copy.dtype))
+            _repoint(p, copy, None if grad is None else grad.to(copy.dtype))
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again; returns the working copies as the base left them."""
@@ -96,15 +108,18 @@ class Bucket:
         self._lent = []
         return copies
 
-    def move(self, stepped: list[Tensor], scale: Tensor, change: Tensor) -> None:
-        """Scale what the base did to its copies, with S and S' - S, [tuners]."""
+    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor) -> None:
+        """Scale what the base did to its copies, with S, S', and the share of Delta that is kept, all [tuners]."""
         if not self.moves:
             return
         values = self._values()
-        if self.has_grad:
-            vectors.combine(values, stepped, self.deltas, self._scalar(scale), self._scalar(change))
+        if stepped and self.lead is not None:
+            vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
+        factors = self._scalar(kept), self._scalar(scale / kept), self._scalar(new_scale - scale / kept)
+        if stepped:
+            vectors.combine(values, stepped, self.deltas, *factors)
         else:
-            vectors.rescale(values, self.deltas, self._scalar(change))
+            vectors.rescale_kept(values, self.deltas, factors[0], factors[2])
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
@@ -144,3 +159,30 @@ def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
         p.grad = None
         p.data = data
         p.grad = grad
+
+
+def buckets_of(groups: list[Group], state: Any, reduction: Reduction, frozen: bool, ascends: bool) -> list[Bucket]:
+    """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
+    buckets: dict[tuple[Any, ...], Bucket] = {}
+    rows = rows_of(groups)
+    for group in groups:
+        row, sign = rows[group["mechanic_row"]], -1.0 if group.get("maximize", ascends) else 1.0
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
+                    "build the embedding with sparse=False"
+                )
+            cut_grad_as_parameter(p)
+            kept = state.get(p, {})
+            has_grad = p.grad is not None
+            # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
+            moves = has_grad or DELTA in kept
+            key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
+            if (bucket := buckets.get(key)) is None:
+                bucket = buckets[key] = Bucket(*key)
+            bucket.params.append(p)
+            bucket.own.append(own_state(p, kept, frozen=frozen) if moves else {})
+    return list(buckets.values())

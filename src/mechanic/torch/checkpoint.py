@@ -4,20 +4,21 @@ Everything lives where PyTorch's checkpoint routes look: Delta beside the base's
 parameter, the tuner in each param group. Only tensors, ints and floats are stored, which is what
 ``torch.load(weights_only=True)`` and torch.distributed.checkpoint both take.
 
-===================  ========================  =====================================================
-where                key                       what
-===================  ========================  =====================================================
-``state[p]``         ``mechanic_delta``        Delta, shaped and placed like p, at least float32;
-                                               none once the scale is frozen
-``state[p]``         ``mechanic_residual``     of half-precision p only: what rounding cut off
-``param_groups[i]``  ``mechanic_format``       1, the number of this layout
-``param_groups[i]``  ``mechanic_row``          which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``        [7, n]: the betas, then the fields of TunerState
-``param_groups[i]``  ``mechanic_unit``         the learning rate that counts as 1
-``param_groups[i]``  ``mechanic_frozen``       S, where it has been frozen
-``param_groups[i]``  ``mechanic_skipped``      how many steps were skipped, where any was
-``param_groups[i]``  ``d``                     S / unit, the factor that ``lr`` is really applied with
-===================  ========================  =====================================================
+===================  ==========================  =====================================================
+where                key                         what
+===================  ==========================  =====================================================
+``state[p]``         ``mechanic_delta``          Delta, shaped and placed like p, at least float32;
+                                                 none once the scale is frozen
+``state[p]``         ``mechanic_residual``       of half-precision p only: what rounding cut off
+``param_groups[i]``  ``mechanic_format``         2, the number of this layout
+``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
+``param_groups[i]``  ``mechanic_tuner``          [9, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_unit``           the learning rate that counts as 1
+``param_groups[i]``  ``mechanic_frozen``         S, where it has been frozen
+``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, where any was
+``param_groups[i]``  ``mechanic_own_iterates``   1, where the base steps on iterates of its own
+``param_groups[i]``  ``d``                       S / unit, the factor that ``lr`` is really applied with
+===================  ==========================  =====================================================
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from typing import Any
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
+"""1 had a tuner of seven rows, without the largest S so far and the number of steps."""
+
 DELTA = "mechanic_delta"
 RESIDUAL = "mechanic_residual"
 STATE_KEYS = (DELTA, RESIDUAL)
 GROUP_KEYS = ("mechanic_format", "mechanic_row", "mechanic_tuner", "mechanic_unit")
-OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "d")
+OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "mechanic_own_iterates", "d")
 
 StateDict = dict[str, Any]
 
@@ -49,6 +52,20 @@ def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, to
             entry = {name: value for name, value in entry.items() if name not in STATE_KEYS}
         state[key] = entry
     return {**state_dict, "state": state}, own
+
+
+def upgraded(state_dict: StateDict) -> StateDict:
+    """A shallow copy in today's format. A run from before anything was forgotten goes on without forgetting."""
+    groups = []
+    for group in state_dict["param_groups"]:
+        if int(group.get("mechanic_format", FORMAT)) == 1:
+            tuner = group["mechanic_tuner"]  # [7, n], the scales in row 4
+            largest_scale = torch.full_like(tuner[:1], float(tuner[4].sum()))
+            many_steps = torch.full_like(tuner[:1], 1e9)
+            tuner = torch.cat([tuner, largest_scale, many_steps])
+            group = {**group, "mechanic_format": FORMAT, "mechanic_tuner": tuner}
+        groups.append(group)
+    return {**state_dict, "param_groups": groups}
 
 
 def is_plain(state_dict: StateDict) -> bool:
@@ -74,6 +91,9 @@ def validate(state_dict: StateDict, groups: list[dict[str, Any]]) -> None:
         saved_betas, betas = (g["mechanic_tuner"][0].tolist() for g in (saved, group))
         if len(saved_betas) != len(betas) or any(abs(a - b) > 1e-7 for a, b in zip(saved_betas, betas, strict=True)):
             raise ValueError(f"param_groups[{index}] was tuned with betas {saved_betas}, this optimizer has {betas}")
+        if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
+            had, has = ("mechanic_own_iterates" in g for g in (saved, group))
+            raise ValueError(f"the checkpoint was made with own_iterates={had}, this optimizer has own_iterates={has}")
         if int(saved["mechanic_row"]) != group["mechanic_row"]:
             raise ValueError(
                 f"param_groups[{index}] belonged to tuner {int(saved['mechanic_row'])}, "

@@ -5,14 +5,14 @@ Every group holds a copy of its tuner's row, so that no checkpoint route can par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mechanic.torch.checkpoint import FORMAT
+from mechanic.torch.checkpoint import DELTA, FORMAT
 from mechanic.torch.vectors import tuner_dtype
 from mechanic.tuner import TunerConfig, TunerState
 
@@ -117,7 +117,7 @@ def rows_of(groups: list[Group]) -> dict[int, int]:
 
 
 def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
-    """[tuners, 7, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
+    """[tuners, 9, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
     device = device or groups[0]["mechanic_tuner"].device
     rows, dtype = {}, tuner_dtype(device)
     for group in groups:
@@ -141,3 +141,30 @@ def show_scales(groups: list[Group]) -> None:
         if not isinstance(group.get("d"), Tensor) or group["d"].device != rate.device:
             group["d"] = rate.clone()
     torch._foreach_copy_([group["d"] for group in groups], rates)
+
+
+class Presence:
+    """Remembers which parameters every tuner stepped with."""
+
+    def __init__(self) -> None:
+        self._groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
+        self._params: dict[int, set[Tensor]] = {}  # of every tuner, when it last stepped
+
+    def check(self, groups: list[Group], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
+        stepping = tuple((id(group), len(group["params"])) for group in groups)
+        if stepping == self._groups:
+            return
+        present: dict[int, set[Tensor]] = {}
+        for group in groups:
+            present.setdefault(group["mechanic_row"], set()).update(group["params"])
+        for row, params in present.items():
+            if any(DELTA in state.get(p, ()) for p in self._params.get(row, params) - params):
+                raise RuntimeError(
+                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
+                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
+                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
+                    "Where they were taken out for good, delete their optimizer.state"
+                )
+        self._groups = stepping
+        self._params.update(present)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,16 +16,25 @@ from torch.optim import Optimizer
 from mechanic.torch import checkpoint, groups
 from mechanic.torch.alone import step_alone
 from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
-from mechanic.torch.buckets import Bucket, is_half_precision, own_state, widened
+from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
-from mechanic.torch.shards import Reduction, cut_grad_as_parameter
-from mechanic.tuner import SUMS, TunerConfig, TunerState, total_scale, update
+from mechanic.torch.shards import Reduction
+from mechanic.tuner import SUMS, TunerConfig, TunerState, kept_share, total_scale, update
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_OPTIONS = ("base", "config", "per_group", "skip_nonfinite", "process_group", "_unit", "_unit_is_settled")
+_OPTIONS = (
+    "base",
+    "config",
+    "per_group",
+    "skip_nonfinite",
+    "own_iterates",
+    "process_group",
+    "_unit",
+    "_unit_is_settled",
+)
 
 
 class Mechanic(Optimizer):
@@ -48,6 +58,9 @@ class Mechanic(Optimizer):
         skip_nonfinite: skip a step, the base's included, where a gradient is not finite, and count it in
             ``skipped_steps``. Reads one flag per step on the host. Without it such gradients are
             replaced by zeros, the tuner stays as it was, and the step never waits for the device.
+        own_iterates: let the base step on iterates of its own, x_1 + Delta, and never see the parameters: for bases
+            that keep several iterates (Schedule-Free, Lookahead), whose ``train()`` and ``eval()`` are passed through.
+            Its weight decay then acts on those iterates, unscaled.
         process_group: the ranks to sum over where each holds plain tensors of its own (pipeline stages, FSDP1,
             ZeRO). DTensors (FSDP2, tensor parallel) and DDP need none.
 
@@ -71,11 +84,12 @@ class Mechanic(Optimizer):
     config: TunerConfig
     per_group: bool
     skip_nonfinite: bool
+    own_iterates: bool
     process_group: ProcessGroup | None
+    _observed: Tensor | None = None  # this rank's sums for the next step, [tuners, 5]
     _reduction: Reduction | None = None
     _elements: int = 0  # it was built on
-    _stepped_groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
-    _stepped_params: dict[int, set[Tensor]] | None = None  # of every tuner, when it last stepped
+    _presence: groups.Presence
     _unit: float | None
     _unit_is_settled: bool
 
@@ -87,20 +101,28 @@ class Mechanic(Optimizer):
         unit: float | None = None,
         per_group: bool = False,
         skip_nonfinite: bool = False,
+        own_iterates: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        refuse_unsuitable(base)
+        refuse_unsuitable(base, own_iterates=own_iterates)
         if unit is not None and not 0 < unit < math.inf:
             raise ValueError(f"unit must be a positive learning rate, got {unit}")
-        options = base, TunerConfig.of(config), per_group, skip_nonfinite, process_group, unit, unit is not None
+        config = TunerConfig.of(config)
+        if own_iterates:
+            config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
+        options = base, config, per_group, skip_nonfinite, own_iterates, process_group
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__(dict(zip(_OPTIONS, options, strict=True)))
+        self.__setstate__(dict(zip(_OPTIONS, (*options, unit, unit is not None), strict=True)))
         self._enter_groups()
         self._elements = sum(p.numel() for p in groups.params_of(self.param_groups))
         if any(is_half_precision(p.dtype) for p in groups.params_of(self.param_groups) if p in self.state):
             with widened(groups.params_of(self.param_groups)):
                 base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
         self._complete_state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._presence = groups.Presence()
 
     # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
 
@@ -149,15 +171,15 @@ class Mechanic(Optimizer):
         if self.is_frozen:
             self._step_frozen()
             return loss
-        self._refuse_parts()
+        self._presence.check(self.param_groups, self.state)
         reduction, buckets = self._reduction_and_buckets()
         if not buckets and reduction.group is None:
             return loss
 
         # Measured before the base steps: it may edit gradients in place.
         betas, tuner = self._tuners(buckets[0].device if buckets else None)
-        sums = reduction.sum(_sum_up(buckets, like=tuner.scales))
-        finite = sums.isfinite().all(-1)  # [tuners]
+        measured = reduction.sum(self._measure(buckets, tuner))
+        finite = measured.isfinite().all(-1)  # [tuners]
         if self.skip_nonfinite:
             if not finite.all():
                 self._count_skipped_step()
@@ -165,33 +187,76 @@ class Mechanic(Optimizer):
         else:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
-        tuned = update(tuner, sums, betas, self.config, torch)
+        tuned = update(tuner, measured.narrow(-1, 0, len(SUMS)), betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
+        kept = kept_share(tuner, tuned, self.config, torch).unbind(-1)[0]  # [tuners]
+        self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
-            bucket.move(copies, scale, new_scale - scale)
+            bucket.move(copies, scale, new_scale, kept)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
 
-    def _refuse_parts(self) -> None:
-        """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
-        stepping = tuple((id(group), len(group["params"])) for group in self.param_groups)
-        if stepping == self._stepped_groups:
+    def _set_leads(self, buckets: list[Bucket], scale: Tensor) -> None:
+        if self.own_iterates:
+            for bucket in buckets:
+                bucket.lead = 1 - scale
+
+    def train(self) -> None:
+        """Go to the base's training point, where it has one (Schedule-Free); else nothing."""
+        self._pass_on(getattr(self.base, "train", None))
+
+    def eval(self) -> None:
+        """Go to the base's evaluation point, where it has one (Schedule-Free); else nothing."""
+        self._pass_on(getattr(self.base, "eval", None))
+
+    @torch.no_grad()
+    def _pass_on(self, move: Callable[[], Any] | None) -> None:
+        """Let the base move its iterates, and the parameters by S times as much."""
+        if move is None:
             return
-        present: dict[int, set[Tensor]] = {}
-        for group in self.param_groups:
-            present.setdefault(group["mechanic_row"], set()).update(group["params"])
-        former = self._stepped_params or {}
-        for row, params in present.items():
-            if any(DELTA in self.state.get(p, ()) for p in former.get(row, params) - params):
-                raise RuntimeError(
-                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
-                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
-                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
-                    "Where they were taken out for good, delete their optimizer.state"
-                )
-        self._stepped_groups, self._stepped_params = stepping, {**former, **present}
+        buckets = self._reduction_and_buckets()[1]
+        scale = total_scale(self._tuners(buckets[0].device if buckets else None)[1], torch)
+        self._set_leads(buckets, scale)
+        for bucket, copies in zip(buckets, step_alone(self.base, buckets, instead=move), strict=True):
+            bucket.move(copies, scale, scale, torch.ones_like(scale))
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Let the gradients now in ``.grad``, those of a held-out batch, tell the next step how to scale.
+
+        The gradients of the step itself then only feed the base, so that S is tuned for data the base does not
+        train on. The observed gradients are cleared, and nothing of their size is kept. A step without an
+        observation before it tunes by its own gradients, so observing every k-th step only is fine.
+
+        Example:
+            >>> import torch
+            >>> from mechanic.torch import Mechanic
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
+            >>> train, held_out = torch.randn(2, 8, 4)
+            >>> model(held_out).square().mean().backward()
+            >>> optimizer.observe()
+            >>> model(train).square().mean().backward()
+            >>> optimizer.step()
+        """
+        if not self.is_frozen:
+            buckets = self._reduction_and_buckets()[1]
+            tuner = self._tuners(buckets[0].device if buckets else None)[1]
+            self._observed = _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+        self.zero_grad()
+
+    def _measure(self, buckets: list[Bucket], tuner: TunerState) -> Tensor:
+        """What this rank knows of the five sums, [tuners, 5]; where they were observed, with |g|^2 of the step behind.
+
+        So that the one sum over ranks also tells of gradients that are not finite, for which the base must not step.
+        """
+        observed, self._observed = self._observed, None
+        if observed is None:
+            return _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+        grad_sq = _sum_up([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
+        return torch.cat([observed, grad_sq], -1)
 
     def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""
@@ -201,34 +266,9 @@ class Mechanic(Optimizer):
     def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
         if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
             self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group, self._elements)
-        return self._reduction, self._buckets(self._reduction)
-
-    def _buckets(self, reduction: Reduction) -> list[Bucket]:
-        """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
-        buckets: dict[tuple[Any, ...], Bucket] = {}
-        rows, frozen = groups.rows_of(self.param_groups), self.is_frozen
-        for group in self.param_groups:
-            ascends = group.get("maximize", getattr(self.base, "maximize", False))
-            row, sign = rows[group["mechanic_row"]], -1.0 if ascends else 1.0
-            for p in group["params"]:
-                if not p.requires_grad:
-                    continue
-                if p.grad is not None and p.grad.layout != torch.strided:
-                    raise ValueError(
-                        f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
-                        "build the embedding with sparse=False"
-                    )
-                cut_grad_as_parameter(p)
-                state = self.state.get(p, {})
-                has_grad = p.grad is not None
-                # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
-                moves = has_grad or DELTA in state
-                key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
-                if (bucket := buckets.get(key)) is None:
-                    bucket = buckets[key] = Bucket(*key)
-                bucket.params.append(p)
-                bucket.own.append(own_state(p, state, frozen=frozen) if moves else {})
-        return list(buckets.values())
+        ascends = bool(getattr(self.base, "maximize", False))  # where it is no option of the groups
+        options = self._reduction, self.is_frozen, ascends
+        return self._reduction, buckets_of(self.param_groups, self.state, *options)
 
     def _complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is whole.
@@ -241,6 +281,9 @@ class Mechanic(Optimizer):
 
     def _enter_groups(self) -> None:
         groups.enter(self.param_groups, self.config, self._unit, per_group=self.per_group)
+        if self.own_iterates:
+            for group in self.param_groups:
+                group["mechanic_own_iterates"] = 1
         self._show_scales()
 
     def _show_scales(self) -> None:
@@ -312,6 +355,11 @@ class Mechanic(Optimizer):
         From here on a step is the base's own at ``lr * d``. Around a base whose update is not known to be
         proportional to lr, a working copy of the parameters is kept to scale it.
         """
+        if self.own_iterates:
+            raise TypeError(
+                f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
+                "without Delta; keep tuning"
+            )
         scales = self.scales()
         if not all(scale > 0 for scale in scales.values()):
             raise ValueError(f"nothing has been learned yet, the scales are {scales}; take some steps first")
@@ -378,6 +426,7 @@ class Mechanic(Optimizer):
             groups.unit_of(state_dict["param_groups"])  # raises before anything has been changed
         else:
             checkpoint.validate(state_dict, former)
+            state_dict = checkpoint.upgraded(state_dict)
         of_base, own = checkpoint.take_apart(state_dict)
         with widened(groups.params_of(former)):
             self.base.load_state_dict(of_base)
@@ -407,9 +456,9 @@ class Mechanic(Optimizer):
         return f"{type(self).__name__}({type(self.base).__name__}, {len(self.param_groups)} groups, {self.config})"
 
 
-def _sum_up(buckets: list[Bucket], like: Tensor) -> Tensor:
-    """The five sums of every tuner, [tuners, 5], where ``like`` is, which has one row per tuner."""
-    sums = [torch.zeros(len(SUMS), dtype=like.dtype, device=like.device) for _ in range(len(like))]
-    for bucket in buckets:
-        sums[bucket.row] += bucket.measure().to(like)
+def _sum_up(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:
+    """Sums by tuner, [tuners, width], of parts that name their tuner's row; where ``like`` is, [tuners, ...]."""
+    sums = [torch.zeros(width, dtype=like.dtype, device=like.device) for _ in range(len(like))]
+    for row, part in parts:
+        sums[row] += part.to(like)
     return torch.stack(sums)

@@ -1,0 +1,106 @@
+"""Held-out feedback: one batch says how to scale, another feeds the base."""
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from mechanic.torch import Mechanic
+from task import digits, scale
+from test_follows_oracle import BASES, gradient, rows, start
+
+EVERY = 3  # steps with an observation among those without
+
+
+def loss_of(weight, batch, dtype):
+    images, labels = digits(dtype)
+    return torch.nn.functional.cross_entropy(images[rows(batch)] @ weight.T, labels[rows(batch)])
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_observed_feedback_follows_the_oracle(base):
+    written_here, in_torch, options = BASES[base]
+    reference = oracle.Oracle(written_here(lambda t: 1.0), start())
+    weight = torch.nn.Parameter(torch.tensor(start()))
+    optimizer = Mechanic(in_torch([weight], lr=1.0, **options))
+    for step in range(100):
+        observed = gradient(reference.x, 1000 + step) if step % EVERY else None
+        reference.step(gradient(reference.x, step), observed)
+        if step % EVERY:
+            loss_of(weight, 1000 + step, torch.float64).backward()
+            optimizer.observe()
+        loss_of(weight, step, torch.float64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)
+        assert np.linalg.norm(weight.detach().numpy() - reference.x) <= 1e-9 * np.linalg.norm(reference.x)
+
+
+def trained(steps, *, observing, grads=None):
+    weight = torch.nn.Parameter(torch.tensor(start(), dtype=torch.float32))
+    optimizer = Mechanic(torch.optim.AdamW([weight], lr=1.0))
+    for step in range(steps):
+        if observing:
+            loss_of(weight, step, torch.float32).backward()
+            optimizer.observe()
+            assert weight.grad is None
+        loss_of(weight, step, torch.float32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight, optimizer
+
+
+def test_observing_the_batch_that_is_trained_on_changes_nothing():
+    (plain, optimizer), (observing, other) = trained(20, observing=False), trained(20, observing=True)
+    assert plain.equal(observing)
+    assert optimizer.scales() == other.scales()
+
+
+def test_a_bad_gradient_of_the_step_is_kept_from_the_base_though_the_observed_one_was_good():
+    weight, optimizer = trained(5, observing=True)
+    before = optimizer.scales()
+    loss_of(weight, 6, torch.float32).backward()
+    optimizer.observe()
+    weight.grad = torch.full_like(weight, float("nan"))
+    optimizer.step()
+    assert weight.isfinite().all()
+    assert all(value.isfinite().all() for value in optimizer.state[weight].values())
+    assert optimizer.scales() != before  # the observation itself was fine
+
+
+def test_a_bad_observation_leaves_the_scale_as_it_was():
+    weight, optimizer = trained(5, observing=True)
+    before = optimizer.scales()
+    weight.grad = torch.full_like(weight, float("inf"))
+    optimizer.observe()
+    loss_of(weight, 6, torch.float32).backward()
+    optimizer.step()
+    assert optimizer.scales() == before
+    assert weight.isfinite().all()
+
+
+def test_a_frozen_scale_ignores_observations():
+    weight, optimizer = trained(5, observing=True)
+    optimizer.freeze()
+    loss_of(weight, 6, torch.float32).backward()
+    optimizer.observe()
+    assert weight.grad is None
+    loss_of(weight, 6, torch.float32).backward()
+    optimizer.step()
+
+
+def test_groups_observe_apart():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = Mechanic(torch.optim.SGD([{"params": [w]} for w in weights], lr=1.0), per_group=True)
+    for _ in range(5):
+        (weights[0].square().sum() + weights[1].square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = optimizer.scales()
+    weights[0].square().sum().backward()  # nothing is observed of the second
+    optimizer.observe()
+    (weights[0].square().sum() + weights[1].square().sum()).backward()
+    optimizer.step()
+    after = optimizer.scales()
+    assert after["0"] != before["0"]
+    assert after["1"] == before["1"]
