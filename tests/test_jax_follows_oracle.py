@@ -66,7 +66,8 @@ def test_both_schedules_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("base", "config"), [*((base, "default") for base in BASES), ("SGD", "paper"), ("AdamW", "two betas")]
+    ("base", "config"),
+    [*((base, "default") for base in BASES), ("SGD", "paper"), ("AdamW", "two betas"), ("Lion", "forgetting")],
 )
 def test_float64_follows_the_oracle_for_300_steps(base, config):
     ours, reference = CONFIGS[config]
