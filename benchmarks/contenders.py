@@ -143,6 +143,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "decay=.001": {"decay": 0.001},
     "decay=.1": {"decay": 0.1},
     "no guard": {"guard": False},
+    "forgetting=2": {"forgetting": 2.0},
+    "forgetting=4": {"forgetting": 4.0},
     "one beta .9999": {"betas": (0.9999,)},
     "three betas": {"betas": (0.99, 0.999, 0.9999)},
 }

@@ -64,7 +64,10 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def _histograms(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """How many of an image's pixels fall into each of 8 x 4 x 4 bins of hue, saturation and value."""
+    """How many of an image's pixels fall into each of 8 x 4 x 4 bins of hue, saturation and value.
+
+    The records' own histograms, of a local file, were binned with other rounding.
+    """
     from matplotlib.colors import rgb_to_hsv
 
     def histogram(images: np.ndarray) -> np.ndarray:

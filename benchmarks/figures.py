@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -14,9 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.plan import final
-
-if TYPE_CHECKING:
-    from benchmarks.report import Results
+from benchmarks.report import FAMILIES, Results, members
 
 # Okabe and Ito's colours, which all eyes tell apart.
 STYLES = {
@@ -29,16 +27,7 @@ STYLES = {
     "dog": {"color": "#E69F00", "linestyle": "-.", "marker": "P"},
     "schedule-free": {"color": "#999999", "linestyle": ":", "marker": "X"},
 }
-LABELS = {
-    "tuned": "tuned learning rate",
-    "mechanic": "Mechanic",
-    "mechanic-paper": "Mechanic, paper preset",
-    "mechanic-pytorch": "mechanic-pytorch",
-    "d-adaptation": "D-Adaptation",
-    "prodigy": "Prodigy",
-    "dog": "DoG",
-    "schedule-free": "Schedule-Free",
-}
+LABELS = {"tuned": "tuned learning rate", **FAMILIES}
 LOOK = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -113,7 +102,7 @@ def curves(results: Results) -> Any:
             if contender is None:
                 records = results.runs(task, "adamw")[best[0]] if best else []
             else:
-                records = [r for runs in results.runs(task, contender).values() for r in runs]
+                records = results.records_of(task, contender)
             whole = [
                 r["curve"] for r in records if r["curve"].get("train_loss") and None not in r["curve"]["train_loss"]
             ]
@@ -132,7 +121,7 @@ def scales(results: Results) -> Any:
 
     def draw(axis: Any, task: str) -> None:
         for style in ("mechanic", "mechanic-paper"):
-            records = [r for runs in results.runs(task, f"{style} adamw").values() for r in runs]
+            records = results.records_of(task, f"{style} adamw")
             for index, record in enumerate(records):
                 curve = record["curve"]
                 values = [value or np.nan for value in curve["scale"]]
@@ -166,8 +155,6 @@ def _panels(results: Results, draw: Callable[[Any, str], None], ylabel: str) -> 
 
 def rho_per_task(results: Results) -> Any:
     """One line per task; a mark per contender, mean over its bases, the spread over bases and seeds behind it."""
-    from benchmarks.report import members
-
     tasks = [task for task in results.tasks()[::-1] if results.rho(task, "mechanic adamw", "adamw")]
     if not tasks:
         return None
@@ -229,7 +216,7 @@ def batch_and_width(results: Results) -> Any:
             return None
         tuned, learned = [], []
         for size in sizes:
-            records = [r for runs in results.runs(f"{prefix}{size}", "mechanic adamw").values() for r in runs]
+            records = results.records_of(f"{prefix}{size}", "mechanic adamw")
             learned.append([statistics.median(r["curve"]["scale"][3:]) for r in records])
             tuned.append(_best_lr(results, f"{prefix}{size}"))
         style = STYLES["mechanic"]

@@ -47,9 +47,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks import paper_models as at
+from benchmarks import paper_data, paper_models
 from benchmarks.contenders import CONTENDERS, Contender
-from benchmarks.paper_models import GLUE, PIECES, Data, Network, Setup, Tensors
+from benchmarks.paper_data import GLUE, Data
+from benchmarks.paper_models import PIECES, Network, Setup, Tensors
 from benchmarks.recordbook import RECORDS, RecordBook
 from benchmarks.tasks import IGNORED, cosine, steps_down, warm_up_linear
 from benchmarks.training import EVALUATED_AT, Run, versions
@@ -96,14 +97,14 @@ def _cifar(name: str, network: Callable[..., Network], data: str, classes: int) 
     return Recipe(
         name,
         functools.partial(network, classes=classes),
-        functools.partial(at.cifar, name=data),
+        functools.partial(paper_data.cifar, name=data),
         contender="mechanic sgd",
         batch=128,
         epochs=200,
         schedule=steps_down(0.3, 0.6, 0.8, factor=0.2),  # 60, 120 and 160 epochs
         clip=1.0,
         l2=0.0005,
-        augment=at.shift_and_flip,
+        augment=paper_data.shift_and_flip,
         bf16=False,
         sweep={"sgd": (0.3, 0.1, 0.03)},
     )
@@ -112,8 +113,8 @@ def _cifar(name: str, network: Callable[..., Network], data: str, classes: int) 
 def _bert(size: str, best: dict[str, float], device_batch: int) -> Recipe:
     return Recipe(
         f"bert-{size}-mlm",
-        functools.partial(at.masked_bert, size=size),
-        functools.partial(at.masked_text, length=512),
+        functools.partial(paper_models.masked_bert, size=size),
+        functools.partial(paper_data.masked_text, length=512),
         contender="mechanic adamw",
         batch=2048,
         steps=150_000,
@@ -131,8 +132,8 @@ def _bert(size: str, best: dict[str, float], device_batch: int) -> Recipe:
 def _glue(name: str) -> Recipe:
     return Recipe(
         f"glue-{name}",
-        functools.partial(at.classifying_bert, classes=GLUE[name][1]),
-        functools.partial(at.glue, name=name, length=128),
+        functools.partial(paper_models.classifying_bert, classes=GLUE[name][1]),
+        functools.partial(paper_data.glue, name=name, length=128),
         contender="mechanic adamw",
         batch=32,
         epochs=10,
@@ -140,7 +141,7 @@ def _glue(name: str) -> Recipe:
         clip=1.0,
         our_dropout=0.0,
         evaluated=50_000,  # all of a development set
-        start=at.BERT,
+        start=paper_models.BERT,
         pieces=PIECES["bert"],
         sweep={"adamw": (5e-5, 1e-4, 2e-4, 3e-4, 5e-4), "lion": (5e-6, 1e-5, 2e-5, 3e-5, 5e-5)},
     )
@@ -149,15 +150,15 @@ def _glue(name: str) -> Recipe:
 def _vit(data: str, classes: int) -> Recipe:
     return Recipe(
         f"vit-finetune-{data}",
-        functools.partial(at.vit, classes=classes),
-        functools.partial(at.cifar, name=data, centred=True),
+        functools.partial(paper_models.vit, classes=classes),
+        functools.partial(paper_data.cifar, name=data, centred=True),
         contender="mechanic sgd",
         batch=512,
         steps=10_000,
         schedule=warm_up(0.05, cosine),
         clip=1.0,
-        augment=at.zoom_and_flip,
-        start=at.VIT,
+        augment=paper_data.zoom_and_flip,
+        start=paper_models.VIT,
         device_batch=64,
         sweep={"sgd": (0.001, 0.003, 0.01, 0.03)},
     )
@@ -166,16 +167,16 @@ def _vit(data: str, classes: int) -> Recipe:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        _cifar("resnet18-cifar10", at.resnet18, "cifar10", 10),
-        _cifar("resnet18-cifar100", at.resnet18, "cifar100", 100),
-        _cifar("wrn40-10-cifar100", at.wide_resnet, "cifar100", 100),
+        _cifar("resnet18-cifar10", paper_models.resnet18, "cifar10", 10),
+        _cifar("resnet18-cifar100", paper_models.resnet18, "cifar100", 100),
+        _cifar("wrn40-10-cifar100", paper_models.wide_resnet, "cifar100", 100),
         _bert("base", {"adamw": 5e-3, "lion": 5e-4}, device_batch=32),
         _bert("large", {"adamw": 1e-3, "lion": 2e-4}, device_batch=16),
         *map(_glue, GLUE),
         Recipe(
             "gpt-bookwiki",
-            functools.partial(at.gpt, length=512),
-            functools.partial(at.plain_text, length=512),
+            functools.partial(paper_models.gpt, length=512),
+            functools.partial(paper_data.plain_text, length=512),
             contender="mechanic adamw",
             batch=256,
             steps=65_000,
@@ -188,8 +189,8 @@ RECIPES = {
         ),
         Recipe(
             "lstm-iwslt14",
-            at.translator,
-            functools.partial(at.iwslt14, length=64),
+            paper_models.translator,
+            functools.partial(paper_data.iwslt14, length=64),
             contender="mechanic adamw",
             batch=160,
             epochs=55,
@@ -386,7 +387,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     task = f"paper-{recipe.name}" + "-small" * arguments.small
     task += f"-{arguments.steps}-steps" if arguments.steps else ""
     this = Run(task, contender.name, arguments.lr, arguments.seed)
-    if at.agreed(lambda: this in RecordBook(arguments.records).records):
+    if paper_data.agreed(lambda: this in RecordBook(arguments.records).records):
         raise ValueError(f"{this} is recorded in {arguments.records}: pass another --seed, or another --records")
     start = arguments.start
     if arguments.small:

@@ -7,7 +7,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.contenders import BASES, CONTENDERS, FLAT, OURS, PEERS, TUNED, VARIANTS, Contender
-from benchmarks.tasks import BATCHES, CONVEX, CPU, FINE_TUNING, HARD, IMAGES, LANGUAGE, TABULAR, TASKS, WIDTHS, Task
+from benchmarks.tasks import (
+    BATCHES,
+    CONVEX,
+    CPU,
+    DROPOUT,
+    FEW,
+    FINE_TUNING,
+    GPT,
+    HARD,
+    IMAGES,
+    LANGUAGE,
+    LONG,
+    TABULAR,
+    TASKS,
+    WIDTHS,
+    Task,
+)
 from benchmarks.training import EVALUATED_AT, Run
 
 Records = Mapping[Run, dict[str, Any]]
@@ -35,6 +51,24 @@ SUITES = {
 }
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
 SUITES["defaults"] = _product(CPU, VARIANTS)
+
+
+def _named(*prefixes: str) -> list[Contender]:
+    """Of SGD and AdamW, where studies are made."""
+    return [
+        contender
+        for name, contender in CONTENDERS.items()
+        if name.startswith(prefixes) and contender.base in ("sgd", "adamw")
+    ]
+
+
+SUITES |= {
+    "few": _product(FEW, _named("sgd", "adamw", "mechanic ", "observing")),
+    "dropout": _product([GPT, *DROPOUT], _named("sgd", "adamw", "mechanic", "observing 1")),
+    "schedule-free": _product([TABULAR, *IMAGES, GPT], _named("tuned schedule-free", "mechanic schedule-free")),
+    "layers": _product([*IMAGES, *LANGUAGE], _named("per layer")),
+    "long": _product(LONG, _named("sgd", "adamw", "mechanic ", "variant forgetting")),
+}
 
 
 def final(record: dict[str, Any], key: str = "train_loss") -> float:

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.contenders import CHANGES
 from benchmarks.plan import final
 from benchmarks.recordbook import RecordBook
+from benchmarks.tasks import CPU, HARD
 from benchmarks.training import Run
 
 BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
@@ -27,8 +28,6 @@ FAMILIES = {  # by the first word of a contender's name
     "prodigy-plus-schedule-free": "Prodigy + Schedule-Free",
 }
 ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"}  # measured against one base
-LOSSES = ("train_loss", "test_loss")
-NOT_RANKED = ("bert-mlm-batch", "bert-mlm-width", "convex-cifar100_histograms-centred")  # studies of their own
 
 
 class Results:
@@ -41,9 +40,12 @@ class Results:
             self._runs[run.task, run.contender][run.lr].append(records[run])
 
     def tasks(self) -> list[str]:
-        """All that are ranked, easiest to name first."""
+        """Those of the suite that have records; others are studies of their own."""
         found = {task for task, _ in self._runs}
-        return sorted(task for task in found if not task.startswith(NOT_RANKED))
+        return [task.name for task in CPU if task.name in found]
+
+    def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
+        return [record for records in self.runs(task, contender).values() for record in records]
 
     def runs(self, task: str, contender: str) -> dict[float, list[dict[str, Any]]]:
         """By learning rate, one record per seed."""
@@ -64,13 +66,9 @@ class Results:
         best = self.tuned(task, base, key)
         if best is None:
             return []
-        tuned = statistics.mean(best[1])
-        found = []
-        for records in self.runs(task, contender).values():
-            for record in records:
-                start = self.initial(task, key)
-                found.append(min(1.0, (final(record, key) - tuned) / (start - tuned)))
-        return found
+        tuned, start = statistics.mean(best[1]), self.initial(task, key)
+        finals = [final(record, key) for record in self.records_of(task, contender)]
+        return [min(1.0, (loss - tuned) / (start - tuned)) for loss in finals]
 
     @functools.cache  # noqa: B019
     def initial(self, task: str, key: str) -> float:
@@ -136,21 +134,25 @@ def summary(results: Results, key: str = "train_loss") -> str:
     )
 
 
-def per_task(results: Results, key: str = "train_loss") -> str:
-    ours = results.family("mechanic", key)
-    paper = results.family("mechanic-paper", key)
+def by_base(results: Results, cell: Callable[[str, str], str]) -> str:
+    """A row per task, a column per base; what has not been run stays empty."""
     rows = []
     for task in results.tasks():
-        cells = []
-        for base in BASES:
-            spread = results.rho(task, f"mechanic {base}", base, key)
-            if (task, base) not in ours or not spread:
-                cells.append("")
-                continue
-            before = f" ({percent(paper[task, base])})" if (task, base) in paper else ""
-            cells.append(f"{percent(ours[task, base])} ± {percent((max(spread) - min(spread)) / 2)}{before}")
-        rows.append([task, *cells])
+        has_run = [base for base in BASES if results.rho(task, f"mechanic {base}", base)]
+        rows.append([task, *(cell(task, base) if base in has_run else "" for base in BASES)])
     return table(["", *BASES.values()], rows)
+
+
+def per_task(results: Results) -> str:
+    """Mean of rho over the seeds, half its spread, and the paper's preset."""
+
+    def cell(task: str, base: str) -> str:
+        ours, paper = (results.rho(task, f"{name} {base}", base) for name in ("mechanic", "mechanic-paper"))
+        spread = (max(ours) - min(ours)) / 2
+        before = f" ({percent(statistics.mean(paper))})" if paper else ""
+        return f"{percent(statistics.mean(ours))} ± {percent(spread)}{before}"
+
+    return by_base(results, cell)
 
 
 def peers(results: Results) -> str:
@@ -168,41 +170,28 @@ def peers(results: Results) -> str:
 
 def learned_rates(results: Results) -> str:
     """The best learning rate of the grid, and what was learned by the middle of training."""
-    rows = []
-    for task in results.tasks():
-        cells: list[str] = []
-        for base in BASES:
-            best = results.tuned(task, base, "train_loss")
-            ours = [r for runs in results.runs(task, f"mechanic {base}").values() for r in runs]
-            if best is None or not ours:
-                cells.append("")
-                continue
-            middle = statistics.median(r["curve"]["scale"][len(r["curve"]["scale"]) // 2] for r in ours)
-            cells.append(f"{best[0]:.2g} / {middle:.2g}")
-        rows.append([task, *cells])
-    return table(["", *BASES.values()], rows)
+
+    def cell(task: str, base: str) -> str:
+        best, _ = results.tuned(task, base, "train_loss")
+        scales = [record["curve"]["scale"] for record in results.records_of(task, f"mechanic {base}")]
+        return f"{best:.2g} / {statistics.median(scale[len(scale) // 2] for scale in scales):.2g}"
+
+    return by_base(results, cell)
 
 
-def test_metric(results: Results) -> str:
-    """Loss and accuracy on test data: the base tuned on the test loss, and ours."""
-    rows = []
-    for task in results.tasks():
-        cells = []
-        for base in BASES:
-            best = results.tuned(task, base, "test_loss")
-            ours = [r for runs in results.runs(task, f"mechanic {base}").values() for r in runs]
-            if best is None or not ours:
-                cells.append("")
-                continue
-            tuned = results.runs(task, base)[best[0]]
-            parts = [
-                [statistics.mean(final(record, key) for record in records) for key in ("test_loss", "test_accuracy")]
-                for records in (tuned, ours)
-            ]
-            (tuned_loss, tuned_right), (our_loss, our_right) = parts
-            cells.append(f"{tuned_loss:.3g} → {our_loss:.3g}, {percent(tuned_right)} → {percent(our_right)}")
-        rows.append([task, *cells])
-    return table(["", *BASES.values()], rows)
+def on_test_data(results: Results) -> str:
+    """Loss and accuracy: the base tuned on the test loss, and ours."""
+
+    def cell(task: str, base: str) -> str:
+        lr, _ = results.tuned(task, base, "test_loss")
+        both = results.runs(task, base)[lr], results.records_of(task, f"mechanic {base}")
+        losses, rights = (
+            [statistics.mean(final(record, key) for record in records) for records in both]
+            for key in ("test_loss", "test_accuracy")
+        )
+        return f"{losses[0]:.3g} → {losses[1]:.3g}, {percent(rights[0])} → {percent(rights[1])}"
+
+    return by_base(results, cell)
 
 
 def cost(results: Results) -> str:
@@ -250,10 +239,9 @@ def flatness(results: Results) -> str:
 
 def hard(results: Results) -> str:
     """The one problem on which nothing learns."""
-    task = NOT_RANKED[-1]
     rows = []
-    for (of, contender), by_lr in sorted(results._runs.items()):
-        if of == task:
+    for (task, contender), by_lr in sorted(results._runs.items()):
+        if task == HARD[0].name:
             best = min(by_lr.items(), key=lambda item: statistics.mean(final(r) for r in item[1]))
             rows.append([contender, f"{best[0]:.3g}", f"{statistics.mean(final(r) for r in best[1]):.4f}"])
     return table(["", "best lr", "final train loss"], rows)
@@ -283,7 +271,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "per-task": per_task,
     "peers": peers,
     "learned-rates": learned_rates,
-    "test-metric": test_metric,
+    "test-metric": on_test_data,
     "cost": cost,
     "flatness": flatness,
     "hard": hard,
@@ -305,11 +293,8 @@ def write(folder: Path, out: Path, seeds: int = 3) -> None:
 
     results = Results(RecordBook(folder).records, seeds)
     page = out / "results.md"
-    if page.exists():
-        page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        page.write_text(
-            "\n\n".join(f"<!-- table: {n} -->\n{make(results)}\n<!-- end -->" for n, make in TABLES.items())
-        )
+    marks = "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in TABLES)
+    out.mkdir(parents=True, exist_ok=True)
+    text = page.read_text(encoding="utf-8") if page.exists() else marks
+    page.write_text(fill(text, results), encoding="utf-8")
     figures.draw_all(results, out / "figures")

@@ -36,7 +36,7 @@ def test_observed_feedback_follows_the_oracle(base):
         assert np.linalg.norm(weight.detach().numpy() - reference.x) <= 1e-9 * np.linalg.norm(reference.x)
 
 
-def trained(steps, *, observing, grads=None):
+def trained(steps, *, observing):
     weight = torch.nn.Parameter(torch.tensor(start(), dtype=torch.float32))
     optimizer = Mechanic(torch.optim.AdamW([weight], lr=1.0))
     for step in range(steps):
@@ -68,15 +68,28 @@ def test_a_bad_gradient_of_the_step_is_kept_from_the_base_though_the_observed_on
     assert optimizer.scales() != before  # the observation itself was fine
 
 
-def test_a_bad_observation_leaves_the_scale_as_it_was():
+def test_a_bad_observation_leaves_the_scale_as_it_was_and_the_base_steps_all_the_same():
     weight, optimizer = trained(5, observing=True)
-    before = optimizer.scales()
+    before, momentum = optimizer.scales(), optimizer.state[weight]["exp_avg"].clone()
     weight.grad = torch.full_like(weight, float("inf"))
     optimizer.observe()
     loss_of(weight, 6, torch.float32).backward()
+    gradient = weight.grad.clone()
     optimizer.step()
     assert optimizer.scales() == before
     assert weight.isfinite().all()
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], 0.9 * momentum + 0.1 * gradient)
+
+
+def test_a_group_added_to_the_base_itself_is_observed_too():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    base = torch.optim.SGD([weights[0]], lr=1.0)
+    optimizer = Mechanic(base)
+    base.add_param_group({"params": [weights[1]]})
+    sum(weight.square().sum() for weight in weights).backward()
+    optimizer.observe()
+    sum(weight.square().sum() for weight in weights).backward()
+    optimizer.step()
 
 
 def test_a_frozen_scale_ignores_observations():

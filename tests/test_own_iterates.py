@@ -5,6 +5,7 @@ import io
 
 import numpy as np
 import pytest
+import pytorch_optimizer
 import schedulefree
 import torch
 
@@ -14,6 +15,13 @@ from task import digits, scale
 from test_follows_oracle import BASES, gradient, rows, start
 
 SCHEDULE_FREE = {"SGD": schedulefree.SGDScheduleFree, "AdamW": schedulefree.AdamWScheduleFree}
+OTHERS = {
+    "Lookahead": lambda params: pytorch_optimizer.Lookahead(torch.optim.SGD(params, lr=1.0, momentum=0.9)),
+    "MADGRAD": lambda params: pytorch_optimizer.MADGRAD(params, lr=1.0),
+    "FTRL": lambda params: pytorch_optimizer.FTRL(params, lr=1.0),
+    "AccSGD": lambda params: pytorch_optimizer.AccSGD(params, lr=1.0),
+    "Ranger": lambda params: pytorch_optimizer.Ranger(params, lr=1.0),
+}
 
 
 def loss_of(weight, step):
@@ -74,6 +82,22 @@ def test_parameters_are_the_start_and_s_times_what_schedule_free_did(name):
     torch.testing.assert_close(weight.detach(), expected(), rtol=1e-9, atol=1e-9)
     optimizer.train()
     torch.testing.assert_close(weight.detach(), at_training_point, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_parameters_are_the_start_and_s_times_what_the_base_did(name):
+    weight, own = (torch.nn.Parameter(torch.tensor(start())) for _ in range(2))
+    optimizer, alone = Mechanic(OTHERS[name]([weight]), own_iterates=True), OTHERS[name]([own])
+    before = loss_of(weight, 0).item()
+    for step in range(60):
+        optimizer.zero_grad()
+        loss_of(weight, step).backward()
+        own.grad = weight.grad.clone()
+        optimizer.step()
+        alone.step()
+        expected = torch.tensor(start()) + scale(optimizer) * (own.detach() - torch.tensor(start()))
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-9)
+    assert loss_of(weight, 0).item() < before
 
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)

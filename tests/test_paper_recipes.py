@@ -17,7 +17,7 @@ import torch
 import parallel
 
 pytest.importorskip("transformers")
-from benchmarks import paper, paper_models
+from benchmarks import paper, paper_data, paper_models
 from benchmarks.paper_models import Setup
 
 TIMEOUT = 300  # seconds
@@ -129,12 +129,12 @@ def test_a_vit_of_another_size_lends_its_weights(tmp_path):
 def test_augmented_images_are_parts_of_the_images():
     generator = torch.Generator().manual_seed(0)
     ramp = torch.arange(32.0).expand(64, 3, 32, 32)  # from left to right
-    moved = paper_models.shift_and_flip(ramp, generator)
+    moved = paper_data.shift_and_flip(ramp, generator)
     steps = moved[:, 0, 16].diff(dim=1)[:, 8:-8]
     assert moved.shape == ramp.shape
     assert set(steps[:, 0].tolist()) == {1.0, -1.0}
     assert steps.eq(steps[:, :1]).all()
-    zoomed = paper_models.zoom_and_flip(ramp, generator, size=48)
+    zoomed = paper_data.zoom_and_flip(ramp, generator, size=48)
     widths = (zoomed[:, 0, 0, -1] - zoomed[:, 0, 0, 0]) / 31
     assert zoomed.shape == (64, 3, 48, 48)
     assert widths.min() < -0.5
@@ -155,12 +155,12 @@ class Numbers:
 
 
 def test_ranks_share_the_text_and_hold_some_of_it_out(monkeypatch):
-    source = paper_models.Source(chunks=40, read=lambda i: [str(2 * i + 1), str(2 * i + 2)], weight=1.0)
-    monkeypatch.setattr(paper_models, "_local_book_and_wiki", lambda: [source])
+    source = paper_data.Source(chunks=40, read=lambda i: [str(2 * i + 1), str(2 * i + 2)], weight=1.0)
+    monkeypatch.setattr(paper_data, "_local_book_and_wiki", lambda: [source])
     seen = []
     for rank in range(2):
         setup = Setup(small=True, rank=rank, ranks=2, batch=16, evaluated=8)
-        data = paper_models._of_text(setup, Numbers(), length=7)
+        data = paper_data._of_text(setup, Numbers(), length=7)
         batches = data.batches(0)
         learned = torch.cat([next(batches)[0] for _ in range(30)])  # a bit more than an epoch of 240 windows
         assert learned.shape == (240, 7)
@@ -185,7 +185,7 @@ def test_the_hubs_articles_stay_apart_and_sentences_of_a_book_together(monkeypat
     }
     fake = types.SimpleNamespace(load_dataset=lambda name, *_, **options: tables[name])
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    wiki, books = paper_models._book_and_wiki()
+    wiki, books = paper_data._book_and_wiki()
     assert (wiki.chunks, books.chunks) == (2, 2)
     assert wiki.read(1)[0] == "article 100"
     assert len(wiki.read(1)) == 100

@@ -103,17 +103,20 @@ class TunerState(NamedTuple):
     steps: Array  # t, of those that had feedback
 
 
-def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array:
-    """The share of Delta that outlives a step, [tuners, n], the same for all n.
+def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
+    """The share of Delta that outlives a step, [tuners]; None where nothing is ever forgotten.
 
     Where S grows beyond all it has been, scaling up what was moved before would undo what has settled since. So that
     part is let go, by as much as S grows, but no faster than an average over all steps forgets.
     """
     if not config.forgetting:
-        return xp.ones_like(before.steps)
-    former, largest = before.largest_scale, after.largest_scale
+        return None
+    # One number per tuner, kept n times to be of a shape with the rest.
+    former, largest, steps = (
+        xp.sum(array, -1) / len(config.betas) for array in (before.largest_scale, after.largest_scale, before.steps)
+    )
     shrunk = xp.where(former > 0, former / xp.where(largest > 0, largest, 1.0), 1.0)
-    return xp.maximum(shrunk, 1 - config.forgetting / (before.steps + config.forgetting))
+    return xp.maximum(shrunk, 1 - config.forgetting / (steps + config.forgetting))
 
 
 def total_scale(state: TunerState, xp: Any) -> Array:

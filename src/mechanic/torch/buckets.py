@@ -108,18 +108,22 @@ class Bucket:
         self._lent = []
         return copies
 
-    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor) -> None:
-        """Scale what the base did to its copies, with S, S', and the share of Delta that is kept, all [tuners]."""
+    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor | None = None) -> None:
+        """Scale what the base did to its copies, with S and S', [tuners]; ``kept`` is the share of Delta to keep."""
         if not self.moves:
             return
         values = self._values()
         if stepped and self.lead is not None:
             vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
-        factors = self._scalar(kept), self._scalar(scale / kept), self._scalar(new_scale - scale / kept)
+        if kept is not None:
+            # x' = x + S' Delta' - S Delta stays as it is when Delta shrinks and S grows by as much.
+            torch._foreach_mul_(self.deltas, self._scalar(kept))
+            scale = scale / kept
+        change = self._scalar(new_scale - scale)
         if stepped:
-            vectors.combine(values, stepped, self.deltas, *factors)
+            vectors.combine(values, stepped, self.deltas, self._scalar(scale), change)
         else:
-            vectors.rescale_kept(values, self.deltas, factors[0], factors[2])
+            vectors.rescale(values, self.deltas, change)
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:

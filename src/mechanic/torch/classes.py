@@ -25,9 +25,9 @@ class _MechanizedType(type):
 def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
     """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
 
-    ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; it, ``per_group=`` and
-    ``skip_nonfinite=`` are Mechanic's, all other arguments go to the base. Called twice with one base it
-    returns the same class, and classes and instances pickle.
+    ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; it, ``per_group=``,
+    ``skip_nonfinite=`` and ``own_iterates=`` are Mechanic's, all other arguments go to the base. Called twice with one
+    base it returns the same class, and classes and instances pickle.
 
     Example:
         >>> import torch
@@ -48,10 +48,18 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
         config: TunerConfig | Mapping[str, Any] | None = None,
         per_group: bool = False,
         skip_nonfinite: bool = False,
+        own_iterates: bool = False,
         **kwargs: Any,
     ) -> None:
         base = base_class(params, *args, **kwargs)
-        Mechanic.__init__(self, base, config=config, per_group=per_group, skip_nonfinite=skip_nonfinite)
+        Mechanic.__init__(
+            self,
+            base,
+            config=config,
+            per_group=per_group,
+            skip_nonfinite=skip_nonfinite,
+            own_iterates=own_iterates,
+        )
 
     name = f"Mechanic{base_class.__name__}"
     doc = f"Mechanic around {base_class.__name__}; see :func:`mechanize`."

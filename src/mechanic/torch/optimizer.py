@@ -163,10 +163,7 @@ class Mechanic(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if "mechanic_format" not in self.param_groups[0]:
-            raise RuntimeError("this Mechanic has been released; step the optimizer that release() returned")
-        if "mechanic_format" not in self.param_groups[-1]:
-            self._enter_groups()  # a group was added to the base itself
+        self._require_entered_groups()
         self._settle_units()
         if self.is_frozen:
             self._step_frozen()
@@ -178,8 +175,8 @@ class Mechanic(Optimizer):
 
         # Measured before the base steps: it may edit gradients in place.
         betas, tuner = self._tuners(buckets[0].device if buckets else None)
-        measured = reduction.sum(self._measure(buckets, tuner))
-        finite = measured.isfinite().all(-1)  # [tuners]
+        sums, grad_sq = self._measure(reduction, buckets, tuner)
+        finite = grad_sq.isfinite()  # [tuners]
         if self.skip_nonfinite:
             if not finite.all():
                 self._count_skipped_step()
@@ -187,10 +184,10 @@ class Mechanic(Optimizer):
         else:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
-        tuned = update(tuner, measured.narrow(-1, 0, len(SUMS)), betas, self.config, torch)
+        tuned = update(tuner, sums, betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
-        kept = kept_share(tuner, tuned, self.config, torch).unbind(-1)[0]  # [tuners]
+        kept = kept_share(tuner, tuned, self.config, torch)
         self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
             bucket.move(copies, scale, new_scale, kept)
@@ -220,7 +217,7 @@ class Mechanic(Optimizer):
         scale = total_scale(self._tuners(buckets[0].device if buckets else None)[1], torch)
         self._set_leads(buckets, scale)
         for bucket, copies in zip(buckets, step_alone(self.base, buckets, instead=move), strict=True):
-            bucket.move(copies, scale, scale, torch.ones_like(scale))
+            bucket.move(copies, scale, scale)
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -241,22 +238,31 @@ class Mechanic(Optimizer):
             >>> model(train).square().mean().backward()
             >>> optimizer.step()
         """
+        self._require_entered_groups()
         if not self.is_frozen:
             buckets = self._reduction_and_buckets()[1]
             tuner = self._tuners(buckets[0].device if buckets else None)[1]
             self._observed = _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
         self.zero_grad()
 
-    def _measure(self, buckets: list[Bucket], tuner: TunerState) -> Tensor:
-        """What this rank knows of the five sums, [tuners, 5]; where they were observed, with |g|^2 of the step behind.
+    def _measure(self, reduction: Reduction, buckets: list[Bucket], tuner: TunerState) -> tuple[Tensor, Tensor]:
+        """The five sums that tune, [tuners, 5], and |g|^2 of the gradients that the base is to step with, [tuners].
 
-        So that the one sum over ranks also tells of gradients that are not finite, for which the base must not step.
+        These are apart where the sums were observed, and go through the same collective.
         """
         observed, self._observed = self._observed, None
         if observed is None:
-            return _sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+            sums = reduction.sum(_sum_up([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales))
+            return sums, sums.unbind(-1)[SUMS.index("grad_sq")]
         grad_sq = _sum_up([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
-        return torch.cat([observed, grad_sq], -1)
+        *columns, grad_sq = reduction.sum(torch.cat([observed, grad_sq], -1)).unbind(-1)
+        return torch.stack(columns, -1), grad_sq
+
+    def _require_entered_groups(self) -> None:
+        if "mechanic_format" not in self.param_groups[0]:
+            raise RuntimeError("this Mechanic has been released; step the optimizer that release() returned")
+        if "mechanic_format" not in self.param_groups[-1]:
+            self._enter_groups()  # a group was added to the base itself
 
     def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""

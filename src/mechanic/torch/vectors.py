@@ -87,25 +87,16 @@ def _join(flat: list[Tensor]) -> Tensor:
     return joined.to(working_dtype(joined.dtype))
 
 
-def combine(
-    values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], kept: Tensor, former: Tensor, change: Tensor
-) -> None:
+def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
     """Scale what the base did, in place.
 
-    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = kept Delta + u and ``values``
-    x' = x + S' Delta' - S Delta, where ``former`` is S / kept and ``change`` S' less that: the difference form. It
-    never needs x_1, and keeps whatever others did to the parameters between steps. ``stepped`` is used up.
+    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = Delta + u and ``values``
+    x' = x + S u + (S' - S) Delta', which is x + (S' - S) Delta + S' u: the difference form. It never needs x_1, and
+    keeps whatever others did to the parameters between steps. ``stepped`` is used up.
     """
     torch._foreach_sub_(stepped, values)  # u
-    torch._foreach_mul_(deltas, kept)
     torch._foreach_add_(deltas, stepped)
-    _add_scaled(values, stepped, former)
-    rescale(values, deltas, change)
-
-
-def rescale_kept(values: list[Tensor], deltas: list[Tensor], kept: Tensor, change: Tensor) -> None:
-    """The same without an update."""
-    torch._foreach_mul_(deltas, kept)
+    _add_scaled(values, stepped, scale)
     rescale(values, deltas, change)
 
 
