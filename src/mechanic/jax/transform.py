@@ -145,11 +145,10 @@ def mechanize(
         usable = jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1)  # [tuners]
         proposed, base_state = step_base([jnp.where(usable[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
-        former = scale
-        if tuner_config.forgetting:
-            kept = kept_share(state.tuner, tuner, tuner_config, jnp)[:, 0]  # [tuners]
+        former, kept = scale, kept_share(state.tuner, tuner, tuner_config, jnp)
+        if kept is not None:
             deltas = [share * delta for share, delta in zip(per_leaf(kept), deltas, strict=True)]
-            former = scale / kept
+            former = scale / kept  # S Delta of what is left of Delta
         new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
         # S' Delta' - S Delta, from u and Delta' alone: for Delta as well XLA would have to copy what is donated.
         steps = [
