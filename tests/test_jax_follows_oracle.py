@@ -9,10 +9,11 @@ import optax
 import pytest
 import torch
 
+import oracle
 from mechanic.jax import mechanize, scale
 from task import digits
 from test_follows_oracle import BASES as IN_TORCH
-from test_follows_oracle import CONFIGS, STEPS, rows, run_mechanic, run_oracle, start, warmup_cosine
+from test_follows_oracle import CONFIGS, STEPS, gradient, rows, run_mechanic, run_oracle, start, warmup_cosine
 
 
 def schedule(t):
@@ -30,24 +31,28 @@ BASES = {
 }
 
 
-def run_jax(base, config, dtype, *, peak=1.0, steps=STEPS):
+def run_jax(base, config, dtype, *, peak=1.0, steps=STEPS, held_out=lambda t: None):
+    """``held_out`` names the batch that is observed on a step, if any."""
     images, labels = (jnp.asarray(array.numpy()) for array in digits(torch.float64))
     optimizer = mechanize(base(lambda t: peak * schedule(t)), config=config, unit=peak)
 
-    @jax.jit
-    def step(weight, state, chosen):
-        def loss(weight):
-            logits = images[chosen].astype(dtype) @ weight.T
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels[chosen]).mean()
+    @jax.grad
+    def gradient_of(weight, chosen):
+        logits = images[chosen].astype(dtype) @ weight.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels[chosen]).mean()
 
-        updates, state = optimizer.update(jax.grad(loss)(weight), state, weight)
+    @jax.jit
+    def step(weight, state, chosen, held_out):
+        observed = None if held_out is None else gradient_of(weight, held_out)
+        updates, state = optimizer.update(gradient_of(weight, chosen), state, weight, observed=observed)
         return optax.apply_updates(weight, updates), state
 
     weight = jnp.asarray(start(), dtype)
     state = optimizer.init(weight)
     course = []
     for t in range(steps):
-        weight, state = step(weight, state, rows(t))
+        observed = held_out(t)
+        weight, state = step(weight, state, rows(t), None if observed is None else rows(observed))
         course.append((float(scale(state)), np.asarray(weight)))
     return course
 
@@ -84,6 +89,22 @@ def test_float64_follows_mechanic_torch_side_by_side_for_300_steps(base):
     with jax.enable_x64(True):
         course = run_jax(BASES[base], ours, jnp.float64, peak=1e-3)
     assert_close(course, run_mechanic(in_torch, options, ours, torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("base", ["momentum", "AdamW"])
+def test_observed_gradients_follow_the_oracle_among_steps_without(base):
+    def held_out(t):
+        return 1000 + t if t % 3 else None
+
+    reference = oracle.Oracle(IN_TORCH[base][0](warmup_cosine), start())
+    expected = []
+    for t in range(100):
+        observed = held_out(t)
+        reference.step(gradient(reference.x, t), None if observed is None else gradient(reference.x, observed))
+        expected.append((reference.scale, reference.x))
+    with jax.enable_x64(True):
+        course = run_jax(BASES[base], None, jnp.float64, steps=100, held_out=held_out)
+    assert_close(course, expected, 1e-9)
 
 
 @pytest.mark.parametrize("base", ["SGD", "AdamW"])

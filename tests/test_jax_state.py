@@ -159,6 +159,18 @@ def test_observed_gradients_are_what_the_tuner_learns_from():
     assert same_bits(after.tuner, state.tuner)
 
 
+def test_observed_gradients_find_their_way_past_frozen_parameters():
+    params = {"free": jnp.asarray([1.0, -2.0]), "frozen": jnp.ones(3)}
+    optimizer = mechanize(optax.sgd(1.0))
+    around = optax.selective_transform(optimizer, freeze_mask={"free": False, "frozen": True})
+    state, alone = around.init(params), optimizer.init(params["free"])
+    for _ in range(2):
+        updates, state = around.update(params, state, params, observed=jax.tree.map(jnp.cos, params))
+        update, alone = optimizer.update(params["free"], alone, params["free"], observed=jnp.cos(params["free"]))
+    assert 0 < scale(state) == scale(alone)
+    assert same_bits(updates, {"free": update, "frozen": jnp.zeros(3)})
+
+
 def test_further_arguments_reach_the_base():
     seen = []
 
@@ -242,9 +254,8 @@ def test_a_frozen_state_goes_on_at_the_learned_scale_without_delta(around, dtype
     params, state = train(mlp(hidden=4, dtype=dtype), optimizer, 10)
     frozen = freeze(state)
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
-    assert (
-        saved == 4 * sum(leaf.size for leaf in jax.tree.leaves(params)) + len(TunerState._fields) * 6 * 4
-    )  # Delta, tuner
+    delta, tuner = 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), 4 * 6 * len(TunerState._fields)
+    assert saved == delta + tuner
     step = stepper(optimizer)
     trained, after = train(params, optimizer, 20, state=frozen, step=step)
     assert step._cache_size() == 1
@@ -311,8 +322,18 @@ def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match="no field lamda"):
         mechanize(optax.sgd(1.0), config={"lamda": 1.0})
     optimizer = mechanize(optax.sgd(1.0), config=TunerConfig.paper())
+    state = optimizer.init(jnp.ones(2))
     with pytest.raises(ValueError, match=r"write optimizer\.update\(grads, state, params\)"):
-        optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
+        optimizer.update(jnp.ones(2), state)
+    with pytest.raises(ValueError, match=r"named \['default'\], the labels name \['a'\]"):
+        mechanize(optax.sgd(1.0), labels="a").update(jnp.ones(2), state, jnp.ones(2))
+    with pytest.raises(ValueError, match="the state has 6 scales per tuner, the config 1 betas"):
+        mechanize(optax.sgd(1.0), config={"betas": (0.9,)}).update(jnp.ones(2), state, jnp.ones(2))
+    params = {"weight": jnp.ones(2), "count": jnp.arange(2)}
+    with pytest.raises(TypeError, match=r"\['count'\] is int32; leave it out"):
+        optimizer.init(params)
+    with pytest.raises(ValueError, match=r"labels must be a prefix of the parameters(.|\n)*weight"):
+        mechanize(optax.sgd(1.0), labels={"count": "a"}).init({**params, "count": jnp.ones(2)})
 
 
 def test_no_framework_imports_the_other():

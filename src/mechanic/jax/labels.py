@@ -34,6 +34,8 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
     names = tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
     if not jax.tree.leaves(params):
         return Rows(names, ())  # optax.tree.map_params asks for the state of no parameters at all
-    spread = jax.tree.map(lambda label, below: jax.tree.map(lambda _: str(label), below), prefix, params)
-    of_leaves = jax.tree.leaves(spread)
-    return Rows(names, tuple(names.index(label) for label in of_leaves))
+    try:
+        spread = jax.tree.map(lambda label, below: jax.tree.map(lambda _: str(label), below), prefix, params)
+    except ValueError as error:
+        raise ValueError(f"labels must be a prefix of the parameters, with a name at every leaf: {error}") from None
+    return Rows(names, tuple(names.index(label) for label in jax.tree.leaves(spread)))

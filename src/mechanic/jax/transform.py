@@ -74,6 +74,7 @@ def mechanize(
 
     def init(params: optax.Params) -> MechanicState:
         params = jax.tree.map(jnp.asarray, params)
+        _refuse_integers(params)
         base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
@@ -126,6 +127,7 @@ def mechanize(
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
         grads = like_values(updates)
+        _refuse_other_tuners(state, names, tuner_config)
         scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
         if state.delta is None or state.tuner is None:  # frozen
             proposed, base_state = step_base(grads)
@@ -134,7 +136,7 @@ def mechanize(
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
-        feedback, unobserved = (grads, []) if observed is None else (like_values(observed), grads)
+        feedback, unobserved = (grads, []) if observed is None else (like_values(_masked_like(params, observed)), grads)
         # [tuners, 5], and a column for the gradients where they are not the feedback
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
@@ -142,8 +144,8 @@ def mechanize(
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
-        usable = jnp.isfinite(sums if observed is None else sums[:, -1:]).all(-1)  # [tuners]
-        proposed, base_state = step_base([jnp.where(usable[row], g, 0) for g, row in zip(grads, rows, strict=True)])
+        finite = jnp.isfinite(sums[:, SUMS.index("grad_sq") if observed is None else -1])  # [tuners]
+        proposed, base_state = step_base([jnp.where(finite[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
         former, kept = scale, kept_share(state.tuner, tuner, tuner_config, jnp)
         if kept is not None:
@@ -167,6 +169,36 @@ def mechanize(
         return move(steps, new_state)
 
     return optax.GradientTransformationExtraArgs(init, step)
+
+
+def _refuse_integers(params: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            where = jax.tree_util.keystr(path) or "the parameter"
+            raise TypeError(f"mechanize moves floating-point parameters, but {where} is {leaf.dtype}; leave it out")
+
+
+def _refuse_other_tuners(state: MechanicState, names: tuple[str, ...], config: TunerConfig) -> None:
+    """Raise where the state was made with other labels or betas: arrays of one row or column would broadcast."""
+    if set(state.scale) != set(names):
+        raise ValueError(
+            f"the state has tuners named {sorted(state.scale)}, the labels name {sorted(names)}; "
+            "pass the labels that the state was made with"
+        )
+    if state.tuner is not None and state.tuner.scales.shape[-1] != len(config.betas):
+        raise ValueError(
+            f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
+            "pass the betas that the state was made with"
+        )
+
+
+def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
+    """Without what ``optax.masked`` hides of the parameters: it passes further arguments on as they are."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(lambda p, leaf: p if is_masked(p) else leaf, params, observed, is_leaf=is_masked)
 
 
 def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
