@@ -12,7 +12,8 @@ from sklearn.datasets import load_digits
 
 from mechanic.jax import mechanize, scale
 
-STEPS = 300
+STEPS = 200
+OPTIMIZER = mechanize(optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1.0, 30, STEPS)))
 
 
 class Classifier(nnx.Module):
@@ -26,8 +27,7 @@ class Classifier(nnx.Module):
 
 def build() -> tuple[Classifier, nnx.Optimizer]:
     model = Classifier(nnx.Rngs(0))
-    base = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1.0, 30, STEPS))
-    return model, nnx.Optimizer(model, mechanize(base), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
 
 def loss_of(model: Classifier, images: jax.Array, labels: jax.Array) -> jax.Array:

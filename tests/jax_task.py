@@ -40,6 +40,7 @@ def train_loss(params):
     return float(jax.jit(loss_of)(wide, *digits()))
 
 
+@functools.cache
 def stepper(optimizer, **jit_options):
     """One jitted step: (params, state, images, labels) -> (params, state)."""
 

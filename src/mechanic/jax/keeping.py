@@ -25,13 +25,13 @@ def freeze(state: PyTree) -> PyTree:
         The same state with every Mechanic in it frozen, to go on with the same transformation.
 
     Example:
-        >>> import jax.numpy as jnp, optax
+        >>> import jax, jax.numpy as jnp, optax
         >>> from mechanic.jax import freeze, mechanize
         >>> optimizer = mechanize(optax.sgd(1.0))
         >>> params = jnp.ones(3)
         >>> state = optimizer.init(params)
         >>> for _ in range(2):
-        ...     updates, state = optimizer.update(params, state, params)
+        ...     updates, state = jax.jit(optimizer.update)(params, state, params)
         >>> freeze(state).delta is None
         True
     """
@@ -60,13 +60,13 @@ def release(
         The transformation and its state, which is the base's.
 
     Example:
-        >>> import jax.numpy as jnp, optax
+        >>> import jax, jax.numpy as jnp, optax
         >>> from mechanic.jax import mechanize, release, scale
         >>> params = jnp.ones(3)
         >>> optimizer = mechanize(optax.sgd(1.0))
         >>> state = optimizer.init(params)
         >>> for _ in range(2):
-        ...     updates, state = optimizer.update(params, state, params)
+        ...     updates, state = jax.jit(optimizer.update)(params, state, params)
         >>> plain, plain_state = release(optax.sgd(1.0), state)
         >>> updates, plain_state = plain.update(params, plain_state, params)
         >>> bool(jnp.allclose(updates, -scale(state)))

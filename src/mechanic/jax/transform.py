@@ -56,10 +56,13 @@ def mechanize(
         >>> optimizer = mechanize(optax.adamw(1.0))
         >>> params = jnp.ones(4)
         >>> state = optimizer.init(params)
-        >>> for _ in range(20):
+        >>> @jax.jit
+        ... def step(params, state):
         ...     grads = jax.grad(lambda x: jnp.sum((x - 3.0) ** 2))(params)
         ...     updates, state = optimizer.update(grads, state, params)
-        ...     params = optax.apply_updates(params, updates)
+        ...     return optax.apply_updates(params, updates), state
+        >>> for _ in range(20):
+        ...     params, state = step(params, state)
         >>> bool(scale(state) > 0)
         True
 
