@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 
+from benchmarks import jax_step
 from jax_task import batch, loss_of, mlp, same_bits, stepper, train, train_loss
 from mechanic import TunerConfig
 from mechanic.jax import freeze, mechanize, release, scale, scales
@@ -299,6 +300,17 @@ def test_nothing_can_be_kept_before_anything_was_learned():
         freeze(state)
     with pytest.raises(ValueError, match="nothing has been learned yet"):
         release(optax.sgd(1.0), state)
+
+
+# Cost.
+
+
+def test_a_step_moves_fewer_bytes_than_optaxs_mechanize_and_keeps_one_number_per_parameter():
+    bare, ours, theirs = (jax_step.cost_of(jax_step.build(name, side=100)) for name in jax_step.CONTENDERS)
+    assert ours.words < 2.1 * bare.words
+    assert ours.words < 0.9 * theirs.words
+    assert ours.state == pytest.approx(bare.state + 4, abs=0.01)
+    assert ours.temporary < 4.5
 
 
 # Refusals and imports.
