@@ -21,8 +21,8 @@ LAYOUTS = {
 LABELS = {"first": "body", "last": "head", "gain": "body", "offset": "head"}
 
 
-def make():
-    return mechanize(optax.adamw(optax.cosine_decay_schedule(1.0, 60)), labels=LABELS)
+def make(base=optax.adamw):
+    return mechanize(base(optax.cosine_decay_schedule(1.0, 60)), labels=LABELS)
 
 
 def start(dtype=np.float32):
@@ -44,12 +44,15 @@ def apply(optimizer, grads, params, state):
     return optax.apply_updates(params, updates), state
 
 
-def train(params, state, steps=30):
+def train(params, base=optax.adamw):
+    optimizer = make(base)
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, x):
-        return apply(make(), jax.grad(loss_of)(params, x), params, state)
+        return apply(optimizer, jax.grad(loss_of)(params, x), params, state)
 
-    for t in range(steps):
+    state = jax.jit(optimizer.init)(params)
+    for t in range(30):
         params, state = step(params, state, inputs(t))
     return params, state
 
@@ -73,14 +76,14 @@ def mesh_of(shape, kind=AxisType.Auto):
     return jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=(kind,) * len(shape))
 
 
-def assert_same(ours, expected):
+def assert_same(ours, expected, tolerance=1e-6):
     (params, state), (plain, plain_state) = ours, expected
     for name in SHAPES:
         error = np.linalg.norm(np.asarray(params[name]) - np.asarray(plain[name]))
-        assert error <= 1e-6 * max(1.0, np.linalg.norm(plain[name])), (name, error)
+        assert error <= tolerance * max(1.0, np.linalg.norm(plain[name])), (name, error)
     for name, s in scales(plain_state).items():
         assert s > 0
-        np.testing.assert_allclose(scales(state)[name], s, rtol=1e-6)
+        np.testing.assert_allclose(scales(state)[name], s, rtol=tolerance)
 
 
 def collectives(compiled):
@@ -90,8 +93,7 @@ def collectives(compiled):
 
 @functools.cache
 def trained_on_one_device():
-    params = jax.tree.map(jnp.asarray, start(np.float64))
-    return train(params, make().init(params))
+    return train(jax.tree.map(jnp.asarray, start(np.float64)))
 
 
 @functools.cache
@@ -120,12 +122,18 @@ def check_replicated_parameters():
 
 
 def check_training():
-    """In float64: in float32 sharded products round differently, and training amplifies that (docs/jax.md)."""
     with jax.enable_x64(True):
         for layout in ("over 8", "over 4 x 2"):
             shape, specs = LAYOUTS[layout]
-            params = place(start(np.float64), mesh_of(shape), specs)
-            assert_same(train(params, jax.jit(make().init)(params)), trained_on_one_device())
+            assert_same(train(place(start(np.float64), mesh_of(shape), specs)), trained_on_one_device())
+
+
+def check_training_in_float32():
+    """Sharded products round differently, and training amplifies that; docs/jax.md has what was measured."""
+    shape, specs = LAYOUTS["over 4 x 2"]
+    for base, tolerance in ((optax.adamw, 5e-6), (functools.partial(optax.sgd, momentum=0.9), 5e-5)):
+        expected = train(jax.tree.map(jnp.asarray, start()), base)
+        assert_same(train(place(start(), mesh_of(shape), specs), base), expected, tolerance)
 
 
 def check_explicit_axes():
