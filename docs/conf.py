@@ -10,8 +10,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Mechanic"
 nitpicky = True
-# Of torch and the standard library; nothing is fetched to resolve them.
-foreign = "torch|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"
+# Of torch, JAX, Optax and the standard library; nothing is fetched to resolve them.
+foreign = "torch|jax|optax|PyTree|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"
 nitpick_ignore_regex = [(r"py:.*", rf"({foreign}).*")]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

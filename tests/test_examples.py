@@ -12,9 +12,9 @@ import held_out
 import per_group
 import probe_then_train
 
-UNDER_TORCHRUN = {"fsdp2"}  # by test_torchrun.py
+RUN_ELSEWHERE = {"fsdp2", "jax_equinox", "jax_nnx", "jax_optax"}  # by test_torchrun.py and test_jax_examples.py
 EXAMPLES = [
-    path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py")) if path.stem not in UNDER_TORCHRUN
+    path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py")) if path.stem not in RUN_ELSEWHERE
 ]
 
 

@@ -1,0 +1,41 @@
+"""Which parameter belongs to which tuner."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+DEFAULT = "default"
+
+
+class Rows(NamedTuple):
+    """The tuners' names, and for every parameter, in the order of the leaves, the row of its own."""
+
+    names: tuple[str, ...]
+    of_leaves: tuple[int, ...]
+
+
+def rows_of(labels: PyTree, params: PyTree) -> Rows:
+    """Read ``labels`` as :func:`optax.partition` does: a prefix of the parameters, or a function that returns one.
+
+    Example:
+        >>> params = {"body": [1.0, 2.0], "head": 3.0}
+        >>> rows_of({"body": "slow", "head": "fast"}, params)
+        Rows(names=('fast', 'slow'), of_leaves=(1, 1, 0))
+        >>> rows_of(None, params)
+        Rows(names=('default',), of_leaves=(0, 0, 0))
+    """
+    if labels is None:
+        return Rows((DEFAULT,), (0,) * len(jax.tree.leaves(params)))
+    prefix = labels(params) if callable(labels) else labels
+    # In the order in which JAX keeps the keys of a dict, which is how the state holds them.
+    names = tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
+    if not jax.tree.leaves(params):
+        return Rows(names, ())  # optax.tree.map_params asks for the state of no parameters at all
+    try:
+        spread = jax.tree.map(lambda label, below: jax.tree.map(lambda _: str(label), below), prefix, params)
+    except ValueError as error:
+        raise ValueError(f"labels must be a prefix of the parameters, with a name at every leaf: {error}") from None
+    return Rows(names, tuple(names.index(label) for label in jax.tree.leaves(spread)))
