@@ -143,7 +143,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "decay=.1": {"decay": 0.1},
     "no guard": {"guard": False},
     "forgetting=0": {"forgetting": 0.0},
-    "forgetting=4": {"forgetting": 4.0},
+    "forgetting=8": {"forgetting": 8.0},
     "one beta .9999": {"betas": (0.9999,)},
 }
 VARIANTS = [

@@ -103,7 +103,7 @@ class Oracle:
         self.largest_scale, self.t = max(former, self.scale), t + 1
         if not self.departures.forgetting or self.own_iterates or former == 0:
             return 1.0
-        return max(former / self.largest_scale, 1 - 2 / (t + 2))
+        return max(former / self.largest_scale, 1 - 4 / (t + 50))
 
     def _s_init(self, x: Floats) -> float:
         if not self.departures.relative_start:

@@ -223,7 +223,7 @@ def test_parameters_without_gradient_now_and_then_or_always(base: Base):
             old_scale, old = scale(optimizer), model[0].weight.detach().clone()
             delta = optimizer.state[model[0].weight]["mechanic_delta"].clone()
             optimizer.step()
-            moved_by = (scale(optimizer) - old_scale) * delta
+            moved_by = scale(optimizer) * optimizer.state[model[0].weight]["mechanic_delta"] - old_scale * delta
             torch.testing.assert_close(model[0].weight.detach(), old + moved_by, rtol=0, atol=1e-6)
         else:
             optimizer.step()

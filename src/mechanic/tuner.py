@@ -21,6 +21,9 @@ Array = Any
 SUMS = ("delta_grad", "delta_param", "grad_sq", "param_sq", "delta_sq")
 """The columns of ``sums``: ``<Delta,g>, <Delta,x>, |g|^2, |x|^2, |Delta|^2``. All that a step must measure."""
 
+FINDING_STEPS = 50
+"""About how many steps S takes to find its size; while it does, Delta is young, and little of it is to be let go."""
+
 ZERO_START_NORM = 1e-3
 """Taken for ``|x_1|`` where all parameters start at zero, so that there is something to take a fraction of."""
 
@@ -38,7 +41,7 @@ class TunerConfig:
         eps: added to sqrt(v), where nothing but zero feedback makes v vanish.
         guard: let the parameters fall back by at most half their way per step, so that one bad batch cannot undo a run.
         forgetting: while S is larger than ever, let go of what was moved at a smaller one: of up to this many
-            parts in t of Delta on step t. 0 keeps all of it, as the paper does.
+            parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
@@ -53,7 +56,7 @@ class TunerConfig:
     decay: float = 0.01
     eps: float = 1e-8
     guard: bool = True
-    forgetting: float = 2.0
+    forgetting: float = 4.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
@@ -116,7 +119,7 @@ def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: A
         xp.sum(array, -1) / len(config.betas) for array in (before.largest_scale, after.largest_scale, before.steps)
     )
     shrunk = xp.where(former > 0, former / xp.where(largest > 0, largest, 1.0), 1.0)
-    return xp.maximum(shrunk, 1 - config.forgetting / (steps + config.forgetting))
+    return xp.maximum(shrunk, 1 - config.forgetting / (steps + FINDING_STEPS))
 
 
 def total_scale(state: TunerState, xp: Any) -> Array:
