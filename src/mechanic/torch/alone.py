@@ -18,11 +18,11 @@ from mechanic.torch.groups import params_of
 def step_alone(
     base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
 ) -> list[list[Tensor]]:
-    """Step the base on working copies of what is in the buckets, and return the copies as it left them.
+    """Step the base on what the buckets lend it, and return that as the base left it.
 
     ``instead`` of its step the base may do something else to all its parameters, those without a gradient included.
     Meanwhile the base sees its own state only, and learning rates in units of those it was built with, times a frozen
-    scale if ``scale_lr``. Where it fails, nothing but its own state has moved.
+    scale if ``scale_lr``. Where it fails, nothing but its own state has moved, unless it was lent Delta itself.
     """
     groups = base.param_groups
     lrs = [group.get("lr") for group in groups]
@@ -61,6 +61,9 @@ def step_alone(
             own.update((p, entries) for p, entries in fresh if has_stepped or base.state.get(p))
         for p, entries in own.items():
             base.state[p].update(entries)
+        if not has_stepped:
+            for bucket, lent in zip(buckets, stepped, strict=True):
+                bucket.give_up(lent)
     return stepped
 
 

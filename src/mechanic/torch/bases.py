@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
@@ -75,3 +77,24 @@ _LINEAR_IN_LR = {
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr."""
     return type(base).__name__ in _LINEAR_IN_LR
+
+
+_BLIND_CLASSES = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+}
+
+
+def ignores_values(base: Optimizer) -> bool:
+    """Whether the base's update is known not to depend on the values it steps on: no weight decay, nobody looking.
+
+    Not where lr is 0 either, or may be: such a step has to leave every bit of the parameters as it is.
+    """
+    return (
+        type(base) in _BLIND_CLASSES
+        and not (base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks)  # may look at them, or fail
+        and all(
+            not group.get("weight_decay") and not isinstance(group["lr"], Tensor) and group["lr"] != 0
+            for group in base.param_groups
+        )
+    )

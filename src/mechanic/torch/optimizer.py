@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch import checkpoint, groups
 from mechanic.torch.alone import step_alone
-from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
+from mechanic.torch.bases import ignores_values, is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
@@ -189,8 +189,11 @@ class Mechanic(Optimizer):
 
         kept = kept_share(tuner, tuned, self.config, torch)
         self._set_leads(buckets, scale)
-        for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
-            bucket.move(copies, scale, new_scale, kept)
+        if kept is None and not self.own_iterates and ignores_values(self.base):
+            for bucket in buckets:
+                bucket.lend_delta_at(scale)
+        for bucket, stepped in zip(buckets, step_alone(self.base, buckets), strict=True):
+            bucket.move(stepped, scale, new_scale, kept)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
