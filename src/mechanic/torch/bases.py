@@ -79,22 +79,25 @@ def is_linear_in_lr(base: Optimizer) -> bool:
     return type(base).__name__ in _LINEAR_IN_LR
 
 
-_BLIND_CLASSES = {
+_BLIND = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 }
 
 
-def ignores_values(base: Optimizer) -> bool:
-    """Whether the base's update is known not to depend on the values it steps on: no weight decay, nobody looking.
+def decays_of_blind(base: Optimizer) -> list[float] | None:
+    """What a base that is known not to look at the values it steps on takes of them by decoupled weight decay.
 
-    Not where lr is 0 either, or may be: such a step has to leave every bit of the parameters as it is.
+    By param group, times lr: its update is what it would be anywhere, less so much of x. None where it may look, or
+    somebody else may, or where lr is 0 or may be: such a step has to leave every bit of the parameters as it is.
     """
-    return (
-        type(base) in _BLIND_CLASSES
-        and not (base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks)  # may look at them, or fail
-        and all(
-            not group.get("weight_decay") and not isinstance(group["lr"], Tensor) and group["lr"] != 0
-            for group in base.param_groups
-        )
-    )
+    if type(base) not in _BLIND or base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+        return None
+    decays = []
+    for group in base.param_groups:
+        lr, decay = group["lr"], group.get("weight_decay", 0.0)
+        is_decoupled = type(base) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        if isinstance(lr, Tensor) or isinstance(decay, Tensor) or lr == 0 or (decay and not is_decoupled):
+            return None
+        decays.append(lr / group["mechanic_unit"] * decay)
+    return decays

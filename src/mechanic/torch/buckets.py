@@ -52,7 +52,7 @@ class Bucket:
     means is not lost in the rounding of a half-precision parameter. Such parameters carry a residual, what
     rounding cut off, so that steps smaller than their last bit add up instead of vanishing.
 
-    A base whose update does not depend on the values it steps on needs no copies: Delta itself is lent.
+    A base that does not look at the values it steps on needs no copies: Delta itself is lent.
     """
 
     row: int  # of the tuner
@@ -63,8 +63,9 @@ class Bucket:
     sharded: bool  # DTensors
     has_grad: bool
     moves: bool  # by its gradient, or by a Delta from earlier ones
+    decay: float = 0.0  # the share of x that a base which is lent Delta would take by weight decay
     lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
-    _behind: Tensor | None = None  # S, where the base steps on Delta itself and the parameters wait without S Delta
+    lends_delta_at: Tensor | None = None  # S, [tuners], where the base is to step on Delta itself
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
     _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
@@ -91,16 +92,11 @@ class Bucket:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
         vectors.clear_unless(self._own(finite), self._grads())
 
-    def lend_delta_at(self, scale: Tensor) -> None:
-        """Lend Delta itself with S, [tuners], in force; parameters in half precision still lend copies."""
-        if not is_half_precision(self.dtype):
-            self._behind = scale
-
     def lend(self) -> None:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
-        if self._behind is not None:
-            # What it adds to Delta is all that matters, and S Delta is put back when S' is in force.
-            vectors.rescale(self._local_params(), self.deltas, -self._scalar(self._behind))
+        if self.lends_delta_at is not None:
+            # All that matters is what it adds to Delta; the parameters wait at x_1 for S' Delta'.
+            vectors.retreat(self._local_params(), self.deltas, self._scalar(self.lends_delta_at), self.decay)
             lent = self.deltas
         else:
             lent = self._values(copy=True)
@@ -122,15 +118,15 @@ class Bucket:
 
     def give_up(self, stepped: list[Tensor]) -> None:
         """The base has failed. What it did to copies is lost; what it did to Delta stays, at the S of before."""
-        if stepped and self._behind is not None:
-            vectors.rescale(self._local_params(), self.deltas, self._scalar(self._behind))
+        if stepped and self.lends_delta_at is not None:
+            vectors.rescale(self._local_params(), self.deltas, self._scalar(self.lends_delta_at))
 
     def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor | None = None) -> None:
         """Scale what the base did, with S and S', [tuners]; ``kept`` is the share of Delta to keep."""
         if not self.moves:
             return
         values = self._values()
-        if stepped and self._behind is not None:
+        if stepped and self.lends_delta_at is not None:
             vectors.rescale(values, self.deltas, self._scalar(new_scale))
             return
         if stepped and self.lead is not None:
@@ -189,12 +185,14 @@ def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
         p.grad = grad
 
 
-def buckets_of(groups: list[Group], state: Any, reduction: Reduction, frozen: bool, ascends: bool) -> list[Bucket]:
+def buckets_of(
+    groups: list[Group], state: Any, reduction: Reduction, *, frozen: bool, ascends: bool, decays: list[float] | None
+) -> list[Bucket]:
     """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
     buckets: dict[tuple[Any, ...], Bucket] = {}
     rows = rows_of(groups)
     dtensor = dtensor_class()
-    for group in groups:
+    for group, decay in zip(groups, decays or [0.0] * len(groups), strict=True):
         row, sign = rows[group["mechanic_row"]], -1.0 if group.get("maximize", ascends) else 1.0
         for p in group["params"]:
             if not p.requires_grad:
@@ -212,7 +210,7 @@ def buckets_of(groups: list[Group], state: Any, reduction: Reduction, frozen: bo
             has_grad = grad is not None
             # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
             moves = has_grad or DELTA in kept
-            key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves)
+            key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
             if (bucket := buckets.get(key)) is None:
                 bucket = buckets[key] = Bucket(*key)
             bucket.params.append(p)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch import checkpoint, groups
 from mechanic.torch.alone import step_alone
-from mechanic.torch.bases import ignores_values, is_linear_in_lr, refuse_unsuitable
+from mechanic.torch.bases import decays_of_blind, is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
@@ -169,7 +169,8 @@ class Mechanic(Optimizer):
             self._step_frozen()
             return loss
         self._presence.check(self.param_groups, self.state)
-        reduction, buckets = self._reduction_and_buckets()
+        decays = self._decays_beside_delta()
+        reduction, buckets = self._reduction_and_buckets(decays)
         if not buckets and reduction.group is None:
             return loss
 
@@ -189,9 +190,9 @@ class Mechanic(Optimizer):
 
         kept = kept_share(tuner, tuned, self.config, torch)
         self._set_leads(buckets, scale)
-        if kept is None and not self.own_iterates and ignores_values(self.base):
+        if decays is not None:
             for bucket in buckets:
-                bucket.lend_delta_at(scale)
+                bucket.lends_delta_at = scale
         for bucket, stepped in zip(buckets, step_alone(self.base, buckets), strict=True):
             bucket.move(stepped, scale, new_scale, kept)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
@@ -202,6 +203,14 @@ class Mechanic(Optimizer):
         if self.own_iterates:
             for bucket in buckets:
                 bucket.lead = 1 - scale
+
+    def _decays_beside_delta(self) -> list[float] | None:
+        """By group, where the base is to step on Delta itself: see :func:`decays_of_blind`."""
+        if self.is_frozen or self.own_iterates or self.config.forgetting:
+            return None
+        if any(is_half_precision(dtype) for dtype in {p.dtype for p in groups.params_of(self.param_groups)}):
+            return None
+        return decays_of_blind(self.base)
 
     def train(self) -> None:
         """Go to the base's training point, where it has one (Schedule-Free); else nothing."""
@@ -272,12 +281,12 @@ class Mechanic(Optimizer):
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
         return betas, TunerState(*fields)
 
-    def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
+    def _reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
         if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
             self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group, self._elements)
         ascends = bool(getattr(self.base, "maximize", False))  # where it is no option of the groups
-        options = self._reduction, self.is_frozen, ascends
-        return self._reduction, buckets_of(self.param_groups, self.state, *options)
+        options: dict[str, Any] = {"frozen": self.is_frozen, "ascends": ascends, "decays": decays}
+        return self._reduction, buckets_of(self.param_groups, self.state, self._reduction, **options)
 
     def _complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is whole.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE = {"cpu": 1 << 16}
+PIECE = {"cpu": 1 << 17}
 """Elements that are worked on at a time, by kind of device. Pieces of this size stay in the cache of a core, so that
 five sums read memory once."""
 
@@ -130,6 +130,8 @@ def _split_alike(tensors: list[Tensor], length: int) -> list[tuple[Tensor, ...]]
 
 def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
     """Zero all tensors where the flag, 0-dim, is down. By their bits: infinity times zero is not zero."""
+    if type(flag) is Tensor and flag.device.type == "cpu" and flag:
+        return  # there is nothing to wait for on the host
     masks: dict[torch.dtype, Tensor] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -154,6 +156,18 @@ def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], s
         torch._foreach_add_(d, u)
         _add_scaled(x, u, scale)
         _add_scaled(x, d, change)
+
+
+def retreat(values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float) -> None:
+    """x - S Delta and Delta - decay x, in place: where a base that is to step on Delta finds nothing of x."""
+    if not decay:
+        _add_scaled(values, deltas, -scale)
+        return
+    of_delta, of_value = -decay * scale, torch.full_like(scale, -decay)
+    for x, d in _batches(values, deltas):
+        _add_scaled(x, d, -scale)
+        _add_scaled(d, d, of_delta)  # x is x + S Delta by now
+        _add_scaled(d, x, of_value)
 
 
 def rescale(values: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
