@@ -65,6 +65,7 @@ class Bucket:
     moves: bool  # by its gradient, or by a Delta from earlier ones
     decay: float = 0.0  # the share of x that a base which is lent Delta would take by weight decay
     lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
+    work: Any = vectors  # the functions to work with: compiled.py has the same
     lends_delta_at: Tensor | None = None  # S, [tuners], where the base is to step on Delta itself
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
@@ -80,7 +81,7 @@ class Bucket:
 
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
-        sums = vectors.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
+        sums: Tensor = self.work.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums * self.weight
 
     def grad_sq(self) -> Tensor:
@@ -96,7 +97,7 @@ class Bucket:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
         if self.lends_delta_at is not None:
             # All that matters is what it adds to Delta; the parameters wait at x_1 for S' Delta'.
-            vectors.retreat(self._local_params(), self.deltas, self._scalar(self.lends_delta_at), self.decay)
+            self.work.retreat(self._local_params(), self.deltas, self._scalar(self.lends_delta_at), self.decay)
             lent = self.deltas
         else:
             lent = self._values(copy=True)
@@ -137,7 +138,7 @@ class Bucket:
             scale = scale / kept
         change = self._scalar(new_scale - scale)
         if stepped:
-            vectors.combine(values, stepped, self.deltas, self._scalar(scale), change)
+            self.work.combine(values, stepped, self.deltas, self._scalar(scale), change)
         else:
             vectors.rescale(values, self.deltas, change)
         self._store(values)

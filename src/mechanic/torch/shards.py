@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def dtensor_class() -> type | None:
     """None where nothing can be one: importing it takes most of a second, and whoever has a DTensor has done so."""
     module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor  # type: ignore[no-any-return]
+    return None if module is None else module.DTensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -75,14 +75,12 @@ def _joined(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
         if max(len(flat) for flat in joined if flat is not None) <= 2 * LONGEST_PIECE:
             yield joined
         else:  # layouts that could not be split alike
-            yield from zip(*(repeat(None) if flat is None else flat.split(LONGEST_PIECE) for flat in joined))
+            pieces = [repeat(None) if flat is None else torch.split(flat, LONGEST_PIECE) for flat in joined]
+            yield from zip(*pieces, strict=False)
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        joined = tensors[0].reshape(-1)
-    else:
-        joined = torch._C._nn.flatten_dense_tensors(tensors)
+    joined = tensors[0].reshape(-1) if len(tensors) == 1 else torch._C._nn.flatten_dense_tensors(tensors)
     joined = torch.view_as_real(joined).view(-1) if joined.is_complex() else joined
     return joined.to(working_dtype(joined.dtype))
 
