@@ -5,6 +5,7 @@ Nothing here reads a value on the host, so a step never waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -28,6 +29,7 @@ def tuner_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+@functools.cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32, for Delta and for the values a base steps on: a sum of small steps outgrows half precision."""
     return torch.promote_types(dtype, torch.float32)
