@@ -7,6 +7,7 @@ reference by turns, as ratios of medians. Every cell has a process of its own, a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -247,6 +248,7 @@ def measure_memory(name: str) -> None:
     before = resident("VmRSS")
     optimizer = CONTENDERS[name].build(params)
     touch(optimizer)
+    ctypes.CDLL(None).malloc_trim(0)  # what has been freed is nobody's
     kept = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     optimizer.step()

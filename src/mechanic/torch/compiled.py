@@ -21,10 +21,11 @@ from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA
 from mechanic.torch.groups import Group, rows_of
 
-SHORT = 1 << 15
+SHORT = 1 << 14
 """Tensors of fewer elements are joined, up to :data:`LONGEST_JOIN`: a call of a compiled kernel costs some 60 µs."""
 
-LONGEST_JOIN = 1 << 20
+LONGEST_JOIN = 1 << 17
+"""Longer joins leave the cache, and their memory is mapped anew every time."""
 
 TINY = 1 << 12
 """So few elements need no compiled kernel; and torch would compile another for them."""
@@ -161,11 +162,10 @@ def why_not_whole(base: Optimizer) -> str | None:
     return None
 
 
-def step_whole(base: Optimizer, scale: Tensor, new_scale: Tensor, finite: Tensor) -> None:
-    """The base's step and Mechanic's on all parameters with a gradient; S, S' and the flags of gradients, [tuners].
-
-    Every parameter's Delta stands in the base's state, or is made there beside what the base keeps.
-    """
+def step_whole(
+    base: Optimizer, delta_of: dict[Tensor, Tensor], scale: Tensor, new_scale: Tensor, finite: Tensor
+) -> None:
+    """The base's step and Mechanic's on all parameters with a gradient; S, S' and the flags of gradients, [tuners]."""
     rows = rows_of(base.param_groups)
     for group in base.param_groups:
         group = {**group, "params": [p for p in group["params"] if p.requires_grad and p.grad is not None]}
@@ -179,16 +179,13 @@ def step_whole(base: Optimizer, scale: Tensor, new_scale: Tensor, finite: Tensor
         row = rows[group["mechanic_row"]]
         for (device, dtype, values), indices in alike.items():
             params = [group["params"][i] for i in indices]
-            deltas = []
             for p in params:
-                state = base.state[p]
-                if DELTA not in state:
-                    state[DELTA] = torch.zeros_like(p)
-                deltas.append(state[DELTA])
+                base.state[p][DELTA] = delta_of[p]  # only now: bases ask whether state[p] is empty to initialise it
             sign = -1.0 if group.get("maximize") else 1.0
             scalars = torch.tensor([sign, *values], dtype=dtype, device=device).unbind()
             scales = [s[row].to(device, dtype) for s in (scale, new_scale - scale)]
             of_base = [[tensors_of[i] for i in indices] for tensors_of in tensors]
+            deltas = [delta_of[p] for p in params]
             lists = [[p.data for p in params], [p.grad for p in params], deltas, *of_base]
             written = (0, *range(2, len(lists)))
             _run(rule.kernel, lists, written, finite[row].to(device), *scales, *scalars)

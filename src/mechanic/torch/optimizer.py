@@ -197,7 +197,8 @@ class Mechanic(Optimizer):
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
         if whole:
-            compiled.step_whole(self.base, scale, new_scale, finite)
+            delta_of = {p: own[DELTA] for b in buckets if b.has_grad for p, own in zip(b.params, b.own, strict=True)}
+            compiled.step_whole(self.base, delta_of, scale, new_scale, finite)
             for bucket in buckets:
                 if not bucket.has_grad:
                     bucket.move([], scale, new_scale)
