@@ -142,6 +142,17 @@ def test_a_resumed_run_continues_bit_for_bit():
     assert same_bits(snapshot(model, optimizer), snapshot(twin, other))
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_backward_pass_from_before_the_step_fails(compile):  # noqa: A002
+    model = wide()
+    optimizer = Mechanic(WHOLE["AdamW"](model.parameters()), compile=compile)
+    backward(model, 0)
+    stale = model(torch.ones(4, 64, dtype=torch.float64)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
 def test_it_says_what_is_not_compiled_and_why():
     half = mlp(dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"leaves torch\.bfloat16 parameters to the eager step"):

@@ -155,8 +155,6 @@ def why_not_whole(base: Optimizer) -> str | None:
             return "its learning rate is a tensor, or it is capturable"
         if group.get("amsgrad"):
             return "it uses amsgrad"
-        if any(p.is_complex() for p in group["params"]):
-            return "it has complex parameters"
         if group.get("fused") and any(p.device.type != "cpu" for p in group["params"]):
             return "it is fused, and counts its steps on the device"
     return None
@@ -186,7 +184,7 @@ def step_whole(
             scales = [s[row].to(device, dtype) for s in (scale, new_scale - scale)]
             of_base = [[tensors_of[i] for i in indices] for tensors_of in tensors]
             deltas = [delta_of[p] for p in params]
-            lists = [[p.data for p in params], [p.grad for p in params], deltas, *of_base]
+            lists = [params, [p.grad for p in params], deltas, *of_base]
             written = (0, *range(2, len(lists)))
             _run(rule.kernel, lists, written, finite[row].to(device), *scales, *scalars)
     base._opt_called = True  # type: ignore[attr-defined]  # schedulers that were built on it ask
@@ -264,6 +262,9 @@ def _run(function: Callable[..., Any], lists: list[list[Tensor]], written: Seque
         _compiled(function, flat)(*flat, *numbers)
         for index, tensors in originals.items():
             torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat[index], tensors))
+    for index in written:
+        for tensor in lists[index]:
+            torch.autograd.graph.increment_version(tensor)  # as any write does: a stale backward pass must fail
 
 
 def _flat(lists: list[list[Tensor]], written: Sequence[int]) -> Iterator[tuple[list[Tensor], dict[int, list[Tensor]]]]:
