@@ -236,6 +236,7 @@ def measure_memory(name: str) -> None:
     """Bytes per parameter beyond parameters and gradients: kept between steps, and passing during one."""
 
     def resident(key: str) -> int:
+        ctypes.CDLL(None).malloc_trim(0)  # what has been freed is nobody's
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
@@ -248,7 +249,6 @@ def measure_memory(name: str) -> None:
     before = resident("VmRSS")
     optimizer = CONTENDERS[name].build(params)
     touch(optimizer)
-    ctypes.CDLL(None).malloc_trim(0)  # what has been freed is nobody's
     kept = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     optimizer.step()
