@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechanic.torch import vectors
+from mechanic.torch import compiled, vectors
 
 CPU = torch.device("cpu")
 
@@ -38,3 +38,40 @@ def test_lists_of_different_dtypes_and_layouts_meet():
     a, b = torch.randn(2, 300, 400)
     expected = (a.double() * b.bfloat16().double()).sum().item()
     assert vectors.dot([a.T], [b.T.contiguous().bfloat16()], CPU).item() == pytest.approx(expected, rel=1e-5)
+
+
+HUNDRED_MILLION = 10**8
+
+
+def in_float64(params, grads, deltas):
+    """The five sums, for reference."""
+    pairs = [(deltas, grads), (deltas, params), (grads, grads), (params, params), (deltas, deltas)]
+    return [
+        sum(torch.dot(x.double(), y.double()).item() for x, y in zip(a.split(1 << 22), b.split(1 << 22), strict=True))
+        for a, b in pairs
+    ]
+
+
+@pytest.mark.parametrize("work", [vectors, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", ["one tensor", "short ones"])
+def test_all_sums_hold_at_a_hundred_million_elements(work, shape, hundred_million):
+    tensors, expected = hundred_million
+    lists = [list(tensor.split(20_000 if shape == "short ones" else HUNDRED_MILLION)) for tensor in tensors]
+    assert compiled.why_not_at_all() is None
+    sums = work.measure(*lists, 1.0, CPU).tolist()
+    assert sums == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def hundred_million():
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(HUNDRED_MILLION + 2, generator=generator)
+    tensors = numbers[:-2], numbers[1:-1], numbers[2:]  # three in the memory of one
+    return tensors, in_float64(*tensors)
+
+
+def test_layouts_that_do_not_match_are_summed_as_well():
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 2000, 3000)
+    expected = (a.double() * b.double()).sum().item()
+    assert vectors.dot([a.T], [b.T.contiguous()], CPU).item() == pytest.approx(expected, rel=1e-6)

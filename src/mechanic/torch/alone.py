@@ -18,14 +18,15 @@ from mechanic.torch.groups import params_of
 def step_alone(
     base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
 ) -> list[list[Tensor]]:
-    """Step the base on working copies of what is in the buckets, and return the copies as it left them.
+    """Step the base on what the buckets lend it, and return that as the base left it.
 
     ``instead`` of its step the base may do something else to all its parameters, those without a gradient included.
     Meanwhile the base sees its own state only, and learning rates in units of those it was built with, times a frozen
-    scale if ``scale_lr``. Where it fails, nothing but its own state has moved.
+    scale if ``scale_lr``. Where it fails, nothing but its own state has moved, unless it was lent Delta itself.
     """
     groups = base.param_groups
-    lrs = [group.get("lr") for group in groups]
+    lrs, decays = ([group.get(key) for group in groups] for key in ("lr", "weight_decay"))
+    decays_here = not any(bucket.lends_delta_at is not None for bucket in buckets)  # not of Delta
     # Bases ask whether state[p] is empty to initialise it.
     own = {
         p: {key: state.pop(key) for key in STATE_KEYS if key in state}
@@ -37,9 +38,11 @@ def step_alone(
     idle_grads = {p: p.grad for p in params_of(groups) if not p.requires_grad and p.grad is not None}
     has_stepped = False
     try:
-        for group, lr in zip(groups, lrs, strict=True):
+        for group, lr, decay in zip(groups, lrs, decays, strict=True):
             if lr is not None:
                 group["lr"] = lr / group["mechanic_unit"] * (group["mechanic_frozen"] if scale_lr else 1.0)
+            if decay and not decays_here:
+                group["weight_decay"] = 0.0
         for p in idle_grads:
             p.grad = None
         for bucket in buckets:
@@ -52,15 +55,20 @@ def step_alone(
         stepped = [bucket.take_back() for bucket in buckets]
         for p, grad in idle_grads.items():
             p.grad = grad
-        for group, lr in zip(groups, lrs, strict=False):
+        for group, lr, decay in zip(groups, lrs, decays, strict=True):
             if lr is not None:
                 group["lr"] = lr
+            if decay is not None:
+                group["weight_decay"] = decay
         for bucket in buckets:
             # Also where the base failed halfway: Delta stands beside all state it has made.
             fresh = zip(bucket.params, bucket.own, strict=True) if bucket.moves else ()
             own.update((p, entries) for p, entries in fresh if has_stepped or base.state.get(p))
         for p, entries in own.items():
             base.state[p].update(entries)
+        if not has_stepped:
+            for bucket, lent in zip(buckets, stepped, strict=True):
+                bucket.give_up(lent)
     return stepped
 
 

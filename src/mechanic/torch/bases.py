@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
@@ -75,3 +77,27 @@ _LINEAR_IN_LR = {
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr."""
     return type(base).__name__ in _LINEAR_IN_LR
+
+
+_BLIND = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+}
+
+
+def decays_of_blind(base: Optimizer) -> list[float] | None:
+    """What a base that is known not to look at the values it steps on takes of them by decoupled weight decay.
+
+    By param group, times lr: its update is what it would be anywhere, less so much of x. None where it may look, or
+    somebody else may, or where lr is 0 or may be: such a step has to leave every bit of the parameters as it is.
+    """
+    if type(base) not in _BLIND or base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+        return None
+    decays = []
+    for group in base.param_groups:
+        lr, decay = group["lr"], group.get("weight_decay", 0.0)
+        is_decoupled = type(base) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        if isinstance(lr, Tensor) or isinstance(decay, Tensor) or lr == 0 or (decay and not is_decoupled):
+            return None
+        decays.append(lr / group["mechanic_unit"] * decay)
+    return decays

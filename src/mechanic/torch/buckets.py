@@ -13,7 +13,7 @@ from torch import Tensor
 from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
 from mechanic.torch.groups import Group, rows_of
-from mechanic.torch.shards import Reduction, cut_grad_as_parameter, get_local, local, set_local
+from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, locals_of, set_local
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
@@ -51,6 +51,8 @@ class Bucket:
     are lent out under the same identity and taken back. So a base that fails has not touched them, and what it
     means is not lost in the rounding of a half-precision parameter. Such parameters carry a residual, what
     rounding cut off, so that steps smaller than their last bit add up instead of vanishing.
+
+    A base that does not look at the values it steps on needs no copies: Delta itself is lent.
     """
 
     row: int  # of the tuner
@@ -58,24 +60,28 @@ class Bucket:
     weight: float  # of what this rank holds in the sum over ranks
     device: torch.device
     dtype: torch.dtype
+    sharded: bool  # DTensors
     has_grad: bool
     moves: bool  # by its gradient, or by a Delta from earlier ones
+    decay: float = 0.0  # the share of x that a base which is lent Delta would take by weight decay
     lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
+    work: Any = vectors  # the functions to work with: compiled.py has the same
+    lends_delta_at: Tensor | None = None  # S, [tuners], where the base is to step on Delta itself
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
     _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
 
     @property
     def deltas(self) -> list[Tensor]:
-        return [local(own[DELTA]) for own in self.own if own]
+        return locals_of([own[DELTA] for own in self.own if own], sharded=self.sharded)
 
     @property
     def residuals(self) -> list[Tensor]:
-        return [local(own[RESIDUAL]) for own in self.own]
+        return [own[RESIDUAL] for own in self.own]
 
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
-        sums = vectors.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
+        sums: Tensor = self.work.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums * self.weight
 
     def grad_sq(self) -> Tensor:
@@ -85,34 +91,45 @@ class Bucket:
 
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
-        unusable = self._own(finite).logical_not()
-        for grad in self._grads():
-            grad.masked_fill_(unusable, 0.0)
+        vectors.clear_unless(self._own(finite), self._grads())
 
     def lend(self) -> None:
-        """Point the parameters at working copies for the base to step on."""
-        copies = self._values(copy=True)
+        """Point the parameters at what the base is to step on: working copies, or Delta itself."""
+        if self.lends_delta_at is not None:
+            # All that matters is what it adds to Delta; the parameters wait at x_1 for S' Delta'.
+            self.work.retreat(self._local_params(), self.deltas, self._scalar(self.lends_delta_at), self.decay)
+            lent = self.deltas
+        else:
+            lent = self._values(copy=True)
         if self.lead is not None:
-            vectors.rescale(copies, self.deltas, self._scalar(self.lead))
-        for p, copy in zip(self.params, copies, strict=True):
-            grad = None if p.grad is None else local(p.grad)
-            self._lent.append((get_local(p), grad))
-            _repoint(p, copy, None if grad is None else grad.to(copy.dtype))
+            vectors.rescale(lent, self.deltas, self._scalar(self.lead))
+        is_half = is_half_precision(self.dtype)
+        for p, data, tensor in zip(self.params, self._data(), lent, strict=True):
+            grad = p.grad if is_half else None
+            self._lent.append((data, grad))
+            _repoint(p, tensor, None if grad is None else grad.to(tensor.dtype))
 
     def take_back(self) -> list[Tensor]:
-        """Point the parameters at their own data again; returns the working copies as the base left them."""
-        copies = []
+        """Point the parameters at their own data again; returns what they were pointed at, as the base left it."""
+        stepped = self._data() if self._lent else []
         for p, (data, grad) in zip(self.params, self._lent, strict=False):
-            copies.append(get_local(p))
             _repoint(p, data, grad)
         self._lent = []
-        return copies
+        return stepped
+
+    def give_up(self, stepped: list[Tensor]) -> None:
+        """The base has failed. What it did to copies is lost; what it did to Delta stays, at the S of before."""
+        if stepped and self.lends_delta_at is not None:
+            vectors.rescale(self._local_params(), self.deltas, self._scalar(self.lends_delta_at))
 
     def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor | None = None) -> None:
-        """Scale what the base did to its copies, with S and S', [tuners]; ``kept`` is the share of Delta to keep."""
+        """Scale what the base did, with S and S', [tuners]; ``kept`` is the share of Delta to keep."""
         if not self.moves:
             return
         values = self._values()
+        if stepped and self.lends_delta_at is not None:
+            vectors.rescale(values, self.deltas, self._scalar(new_scale))
+            return
         if stepped and self.lead is not None:
             vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
         if kept is not None:
@@ -121,7 +138,7 @@ class Bucket:
             scale = scale / kept
         change = self._scalar(new_scale - scale)
         if stepped:
-            vectors.combine(values, stepped, self.deltas, self._scalar(scale), change)
+            self.work.combine(values, stepped, self.deltas, self._scalar(scale), change)
         else:
             vectors.rescale(values, self.deltas, change)
         self._store(values)
@@ -133,10 +150,14 @@ class Bucket:
         self._store(values)
 
     def _local_params(self) -> list[Tensor]:
-        return [local(p) for p in self.params]
+        return locals_of(self.params, sharded=self.sharded)
+
+    def _data(self) -> list[Tensor]:
+        """What :func:`set_local` puts back."""
+        return self._local_params() if self.sharded else [p.data for p in self.params]
 
     def _grads(self) -> list[Tensor]:
-        return [local(p.grad) for p in self.params if p.grad is not None]
+        return locals_of([p.grad for p in self.params if p.grad is not None], sharded=self.sharded)
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):
@@ -165,26 +186,32 @@ def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
         p.grad = grad
 
 
-def buckets_of(groups: list[Group], state: Any, reduction: Reduction, frozen: bool, ascends: bool) -> list[Bucket]:
+def buckets_of(
+    groups: list[Group], state: Any, reduction: Reduction, *, frozen: bool, ascends: bool, decays: list[float] | None
+) -> list[Bucket]:
     """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
     buckets: dict[tuple[Any, ...], Bucket] = {}
     rows = rows_of(groups)
-    for group in groups:
+    dtensor = dtensor_class()
+    for group, decay in zip(groups, decays or [0.0] * len(groups), strict=True):
         row, sign = rows[group["mechanic_row"]], -1.0 if group.get("maximize", ascends) else 1.0
         for p in group["params"]:
             if not p.requires_grad:
                 continue
-            if p.grad is not None and p.grad.layout != torch.strided:
+            grad = p.grad
+            if grad is not None and grad.layout != torch.strided:
                 raise ValueError(
-                    f"Mechanic needs dense gradients, got one of layout {p.grad.layout}; "
+                    f"Mechanic needs dense gradients, got one of layout {grad.layout}; "
                     "build the embedding with sparse=False"
                 )
-            cut_grad_as_parameter(p)
+            sharded = dtensor is not None and isinstance(p, dtensor)
+            if sharded:
+                cut_grad_as_parameter(p)
             kept = state.get(p, {})
-            has_grad = p.grad is not None
+            has_grad = grad is not None
             # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
             moves = has_grad or DELTA in kept
-            key = (row, sign, reduction.weight(p), p.device, p.dtype, has_grad, moves)
+            key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
             if (bucket := buckets.get(key)) is None:
                 bucket = buckets[key] = Bucket(*key)
             bucket.params.append(p)

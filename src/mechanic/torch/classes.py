@@ -26,8 +26,8 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
     """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
 
     ``config=`` takes a :class:`mechanic.TunerConfig` or a dict of its fields; it, ``per_group=``,
-    ``skip_nonfinite=`` and ``own_iterates=`` are Mechanic's, all other arguments go to the base. Called twice with one
-    base it returns the same class, and classes and instances pickle.
+    ``skip_nonfinite=``, ``own_iterates=`` and ``compile=`` are Mechanic's, all other arguments go to the base. Called
+    twice with one base it returns the same class, and classes and instances pickle.
 
     Example:
         >>> import torch
@@ -49,6 +49,7 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
         per_group: bool = False,
         skip_nonfinite: bool = False,
         own_iterates: bool = False,
+        compile: bool = False,  # noqa: A002
         **kwargs: Any,
     ) -> None:
         base = base_class(params, *args, **kwargs)
@@ -59,6 +60,7 @@ def mechanize(base_class: type[Optimizer]) -> type[Mechanic]:
             per_group=per_group,
             skip_nonfinite=skip_nonfinite,
             own_iterates=own_iterates,
+            compile=compile,
         )
 
     name = f"Mechanic{base_class.__name__}"

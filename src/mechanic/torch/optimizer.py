@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch import checkpoint, groups
+from mechanic.torch import checkpoint, compiled, groups
 from mechanic.torch.alone import step_alone
-from mechanic.torch.bases import is_linear_in_lr, refuse_unsuitable
+from mechanic.torch.bases import decays_of_blind, is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
 from mechanic.torch.checkpoint import DELTA, GROUP_KEYS, OPTIONAL_GROUP_KEYS, RESIDUAL, StateDict
 from mechanic.torch.groups import Group
@@ -32,6 +32,7 @@ _OPTIONS = (
     "skip_nonfinite",
     "own_iterates",
     "process_group",
+    "compile",
     "_unit",
     "_unit_is_settled",
 )
@@ -63,6 +64,8 @@ class Mechanic(Optimizer):
             Its weight decay then acts on those iterates, unscaled.
         process_group: the ranks to sum over where each holds plain tensors of its own (pipeline stages, FSDP1,
             ZeRO). DTensors (FSDP2, tensor parallel) and DDP need none.
+        compile: compile the step: together with the base where that is torch's SGD, Adam or AdamW, else around it.
+            Takes some seconds at the first step. Where something cannot be compiled, a warning says what and why.
 
     Example:
         >>> import torch
@@ -86,10 +89,12 @@ class Mechanic(Optimizer):
     skip_nonfinite: bool
     own_iterates: bool
     process_group: ProcessGroup | None
+    compile: bool
     _observed: Tensor | None = None  # this rank's sums for the next step, [tuners, 5]
     _reduction: Reduction | None = None
     _elements: int = 0  # it was built on
     _presence: groups.Presence
+    _warned: set[str]  # why something was not compiled
     _unit: float | None
     _unit_is_settled: bool
 
@@ -103,6 +108,7 @@ class Mechanic(Optimizer):
         skip_nonfinite: bool = False,
         own_iterates: bool = False,
         process_group: ProcessGroup | None = None,
+        compile: bool = False,  # noqa: A002
     ) -> None:
         refuse_unsuitable(base, own_iterates=own_iterates)
         if unit is not None and not 0 < unit < math.inf:
@@ -110,7 +116,7 @@ class Mechanic(Optimizer):
         config = TunerConfig.of(config)
         if own_iterates:
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
-        options = base, config, per_group, skip_nonfinite, own_iterates, process_group
+        options = base, config, per_group, skip_nonfinite, own_iterates, process_group, compile
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(dict(zip(_OPTIONS, (*options, unit, unit is not None), strict=True)))
         self._enter_groups()
@@ -122,6 +128,7 @@ class Mechanic(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._warned = set()
         self._presence = groups.Presence()
 
     # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
@@ -169,9 +176,11 @@ class Mechanic(Optimizer):
             self._step_frozen()
             return loss
         self._presence.check(self.param_groups, self.state)
-        reduction, buckets = self._reduction_and_buckets()
+        decays = self._decays_beside_delta()
+        reduction, buckets = self._reduction_and_buckets(decays)
         if not buckets and reduction.group is None:
             return loss
+        whole = self.compile and self._choose_kernels(buckets)
 
         # Measured before the base steps: it may edit gradients in place.
         betas, tuner = self._tuners(buckets[0].device if buckets else None)
@@ -181,24 +190,79 @@ class Mechanic(Optimizer):
             if not finite.all():
                 self._count_skipped_step()
                 return loss
-        else:
+        elif not whole:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
         tuned = update(tuner, sums, betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
-        kept = kept_share(tuner, tuned, self.config, torch)
-        self._set_leads(buckets, scale)
-        for bucket, copies in zip(buckets, step_alone(self.base, buckets), strict=True):
-            bucket.move(copies, scale, new_scale, kept)
+        if whole:
+            delta_of = {p: own[DELTA] for b in buckets if b.has_grad for p, own in zip(b.params, b.own, strict=True)}
+            compiled.step_whole(self.base, delta_of, scale, new_scale, finite)
+            for bucket in buckets:
+                if not bucket.has_grad:
+                    bucket.move([], scale, new_scale)
+        else:
+            self._step_base(buckets, scale, new_scale, kept_share(tuner, tuned, self.config, torch), decays)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
+
+    def _step_base(
+        self,
+        buckets: list[Bucket],
+        scale: Tensor,
+        new_scale: Tensor,
+        kept: Tensor | None,
+        decays: list[float] | None,
+    ) -> None:
+        """Let the base step as a black box, and scale what it did."""
+        self._set_leads(buckets, scale)
+        if decays is not None:
+            for bucket in buckets:
+                bucket.lends_delta_at = scale
+        for bucket, stepped in zip(buckets, step_alone(self.base, buckets), strict=True):
+            bucket.move(stepped, scale, new_scale, kept)
+
+    def _choose_kernels(self, buckets: list[Bucket]) -> bool:
+        """Let the buckets work compiled where they can. Returns whether base and Mechanic are to step as one."""
+        if reason := compiled.why_not_at_all():
+            self._warn_once(f"compile=True has no effect: {reason}")
+            return False
+        for bucket in buckets:
+            if bucket.sharded or is_half_precision(bucket.dtype) or bucket.dtype.is_complex:
+                kind = "sharded" if bucket.sharded else str(bucket.dtype)
+                self._warn_once(f"compile=True leaves {kind} parameters to the eager step")
+            else:
+                bucket.work = compiled
+        if not all(bucket.work is compiled for bucket in buckets):
+            return False
+        reason = compiled.why_not_whole(self.base)
+        if self.own_iterates:
+            reason = "the base steps on iterates of its own"
+        elif self.config.forgetting:
+            reason = "a part of Delta is forgotten"
+        if reason:
+            self._warn_once(f"compile=True compiles around the base, not together with it: {reason}")
+        return reason is None
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
 
     def _set_leads(self, buckets: list[Bucket], scale: Tensor) -> None:
         if self.own_iterates:
             for bucket in buckets:
                 bucket.lead = 1 - scale
+
+    def _decays_beside_delta(self) -> list[float] | None:
+        """By group, where the base is to step on Delta itself: see :func:`decays_of_blind`."""
+        if self.is_frozen or self.own_iterates or self.config.forgetting:
+            return None
+        if any(is_half_precision(dtype) for dtype in {p.dtype for p in groups.params_of(self.param_groups)}):
+            return None
+        return decays_of_blind(self.base)
 
     def train(self) -> None:
         """Go to the base's training point, where it has one (Schedule-Free); else nothing."""
@@ -269,12 +333,12 @@ class Mechanic(Optimizer):
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
         return betas, TunerState(*fields)
 
-    def _reduction_and_buckets(self) -> tuple[Reduction, list[Bucket]]:
+    def _reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
         if self._reduction is None or not self._reduction.knows(groups.params_of(self.param_groups)):
             self._reduction = Reduction(groups.params_of(self.param_groups), self.process_group, self._elements)
         ascends = bool(getattr(self.base, "maximize", False))  # where it is no option of the groups
-        options = self._reduction, self.is_frozen, ascends
-        return self._reduction, buckets_of(self.param_groups, self.state, *options)
+        options: dict[str, Any] = {"frozen": self.is_frozen, "ascends": ascends, "decays": decays}
+        return self._reduction, buckets_of(self.param_groups, self.state, self._reduction, **options)
 
     def _complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is whole.

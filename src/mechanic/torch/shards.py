@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    # Importing it takes most of a second; whoever has a DTensor has imported it.
+def dtensor_class() -> type | None:
+    """None where nothing can be one: importing it takes most of a second, and whoever has a DTensor has done so."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return None if module is None else module.DTensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+def is_dtensor(tensor: Tensor) -> bool:
+    dtensor = dtensor_class()
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def locals_of(tensors: list[Tensor], *, sharded: bool) -> list[Tensor]:
+    """What this rank holds of tensors: they themselves, unless they are DTensors."""
+    return [tensor._local_tensor for tensor in tensors] if sharded else tensors  # type: ignore[attr-defined]
 
 
 def cut_grad_as_parameter(p: Tensor) -> None:
-    """Lay a gradient out as its parameter is, as the base would have to: autograd may leave it as partial sums."""
+    """Lay a DTensor's gradient out as it is, as the base would have to: autograd may leave it as partial sums."""
     grad: Any = p.grad
-    if is_dtensor(p) and grad is not None and grad.placements != p.placements:  # type: ignore[attr-defined]
+    if grad is not None and grad.placements != p.placements:  # type: ignore[attr-defined]
         p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-
-
-def get_local(tensor: Tensor) -> Tensor:
-    """The data that :func:`set_local` puts back."""
-    return local(tensor) if is_dtensor(tensor) else tensor.data
 
 
 def set_local(tensor: Tensor, data: Tensor) -> None:
@@ -90,7 +90,12 @@ class Reduction:
 
     def knows(self, params: Iterable[Tensor]) -> bool:
         """Whether it was made for parameters laid out like these: frameworks swap parameters for sharded ones."""
-        return all((p.device_mesh, p.placements) in self._weights for p in params if is_dtensor(p))  # type: ignore[attr-defined]
+        dtensor = dtensor_class()
+        return dtensor is None or all(
+            (p.device_mesh, p.placements) in self._weights  # type: ignore[attr-defined]
+            for p in params
+            if isinstance(p, dtensor)
+        )
 
     def weight(self, p: Tensor) -> float:
         """The weight that makes a parameter count once in the sum over the group."""

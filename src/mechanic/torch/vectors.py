@@ -5,16 +5,20 @@ Nothing here reads a value on the host, so a step never waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
-LONGEST_DOT = 1 << 20
-"""In elements. One long fp32 dot loses digits (5e-4 at 1e8 elements); a sum of shorter ones does not."""
+PIECE = {"cpu": 1 << 17}
+"""Elements that are worked on at a time, by kind of device. Pieces of this size stay in the cache of a core, so that
+five sums read memory once."""
 
-SHORT = 1 << 16
-"""Tensors of fewer elements are joined before the dot: there a call costs more than a copy."""
+LONGEST_PIECE = 1 << 20
+"""Elsewhere. One long fp32 dot loses digits (5e-4 at 1e8 elements); a sum of shorter ones does not."""
 
 RESIDUAL_DTYPE = torch.bfloat16
 """Two bytes with the range of float32: eight more bits below the last one of a half-precision parameter."""
@@ -25,6 +29,7 @@ def tuner_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+@functools.cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32, for Delta and for the values a base steps on: a sum of small steps outgrows half precision."""
     return torch.promote_types(dtype, torch.float32)
@@ -38,53 +43,105 @@ def measure(
     ``grads`` and ``deltas`` are those of all parameters, or empty where none has one and they count as zero;
     ``sign`` is -1 where the base ascends.
     """
-    delta_grad = dot(deltas, grads, device) if grads else dot([], [], device)
-    delta_param = dot(deltas, params, device) if deltas else dot([], [], device)
-    squares = [dot(tensors, tensors, device) for tensors in (grads, params, deltas)]
-    return torch.stack([sign * delta_grad, delta_param, *squares])
+    none = torch.zeros((), device=device)
+    parts = []
+    for x, g, d in _joined(params, grads or None, deltas or None):
+        parts += [
+            none if g is None or d is None else torch.dot(d, g),
+            none if d is None else torch.dot(d, x),
+            none if g is None else torch.dot(g, g),
+            torch.dot(x, x),
+            none if d is None else torch.dot(d, d),
+        ]
+    delta_grad, *others = _total(parts, 5, device).unbind()
+    return torch.stack([sign * delta_grad, *others])
 
 
 def dot(a: list[Tensor], b: list[Tensor], device: torch.device) -> Tensor:
     """The sum of Re<a_i, b_i> over two lists of equal shapes, as a 0-dim tensor in the tuner's dtype."""
+    return _total([torch.dot(x, y) for x, y in _joined(a, b)], 1, device).squeeze(0)
+
+
+def _total(parts: list[Tensor], width: int, device: torch.device) -> Tensor:
+    """The sums of so many columns, [width], of parts given row by row."""
     dtype = tuner_dtype(device)
-    if not all(tensor.is_contiguous() for tensor in a):
-        a, b = _in_memory_order(a, b)
-    parts = [torch.dot(x, y) for x, y in zip(_pieces(a), _pieces(b), strict=True)]
-    return torch.stack(parts).to(dtype).sum() if parts else torch.zeros((), dtype=dtype, device=device)
+    if not parts:
+        return torch.zeros(width, dtype=dtype, device=device)
+    return torch.stack(parts).to(dtype).reshape(-1, width).sum(0)
 
 
-def _in_memory_order(a: list[Tensor], b: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Both with their dimensions in the order of a's memory, so that flattening equal layouts copies nothing."""
-    orders = [sorted(range(tensor.ndim), key=tensor.stride, reverse=True) for tensor in a]
-    permuted = [[t.permute(order) for t, order in zip(tensors, orders, strict=True)] for tensors in (a, b)]
-    return permuted[0], permuted[1]
+def _joined(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
+    """Several lists of equal shapes as flat real pieces in at least float32; a list that is None as Nones."""
+    for batch in _batches(*lists):
+        joined = tuple(None if tensors is None else _join(tensors) for tensors in batch)
+        if max(len(flat) for flat in joined if flat is not None) <= 2 * LONGEST_PIECE:
+            yield joined
+        else:  # layouts that could not be split alike
+            pieces = [repeat(None) if flat is None else torch.split(flat, LONGEST_PIECE) for flat in joined]
+            yield from zip(*pieces, strict=False)
 
 
-def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The list as flat real pieces in at least float32: long tensors split, short ones joined.
-
-    Lists of equal shapes come apart at the same places, whatever their dtypes.
-    """
-    waiting: list[Tensor] = []
-    waiting_size = 0
-    for tensor in tensors:
-        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-        if flat.numel() >= SHORT:
-            for piece in torch.split(flat, LONGEST_DOT):
-                yield piece.to(working_dtype(piece.dtype))
-            continue
-        waiting.append(flat)
-        waiting_size += flat.numel()
-        if waiting_size >= SHORT:
-            yield _join(waiting)
-            waiting, waiting_size = [], 0
-    if waiting:
-        yield _join(waiting)
-
-
-def _join(flat: list[Tensor]) -> Tensor:
-    joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+def _join(tensors: list[Tensor]) -> Tensor:
+    joined = tensors[0].reshape(-1) if len(tensors) == 1 else torch._C._nn.flatten_dense_tensors(tensors)
+    joined = torch.view_as_real(joined).view(-1) if joined.is_complex() else joined
     return joined.to(working_dtype(joined.dtype))
+
+
+def _batches(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
+    """Cut several lists of equal shapes at the same places, into lists of about one piece in all.
+
+    Long tensors come as views of their parts, short ones whole and several at a time: for them a call costs more than
+    the work.
+    """
+    present = [tensors for tensors in lists if tensors is not None]
+    waiting: list[int] = []
+    size = 0
+    length = PIECE.get(present[0][0].device.type, LONGEST_PIECE) if present and present[0] else 0
+
+    def chosen(indices: list[int]) -> tuple[Any, ...]:
+        return tuple(None if tensors is None else [tensors[i] for i in indices] for tensors in lists)
+
+    for index, tensor in enumerate(present[0]):
+        if (elements := tensor.numel()) < length:
+            waiting.append(index)
+            size += elements
+            if size >= length:
+                yield chosen(waiting)
+                waiting, size = [], 0
+            continue
+        pieces = iter(_split_alike([tensors[index] for tensors in present], length))
+        split = [None if tensors is None else next(pieces) for tensors in lists]
+        count = next(len(parts) for parts in split if parts is not None)
+        for part in range(count):
+            yield tuple(None if parts is None else [parts[part]] for parts in split)
+    if waiting:
+        yield chosen(waiting)
+
+
+def _split_alike(tensors: list[Tensor], length: int) -> list[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, split at the same elements: flat where their memory allows it, else whole."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
+        tensors = [tensor.permute(order) for tensor in tensors]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return [(tensor,) for tensor in tensors]
+    return [torch.split(tensor.view(-1), length) for tensor in tensors]
+
+
+def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
+    """Zero all tensors where the flag, 0-dim, is down. By their bits: infinity times zero is not zero."""
+    if type(flag) is Tensor and flag.device.type == "cpu" and flag:
+        return  # there is nothing to wait for on the host
+    masks: dict[torch.dtype, Tensor] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        integer = _INTEGERS[real.itemsize]
+        if integer not in masks:
+            masks[integer] = -flag.to(integer)  # all bits, or none
+        real.view(integer).bitwise_and_(masks[integer])
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
@@ -94,10 +151,23 @@ def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], s
     x' = x + S u + (S' - S) Delta', which is x + (S' - S) Delta + S' u: the difference form. It never needs x_1, and
     keeps whatever others did to the parameters between steps. ``stepped`` is used up.
     """
-    torch._foreach_sub_(stepped, values)  # u
-    torch._foreach_add_(deltas, stepped)
-    _add_scaled(values, stepped, scale)
-    rescale(values, deltas, change)
+    for x, u, d in _batches(values, stepped, deltas):
+        torch._foreach_sub_(u, x)
+        torch._foreach_add_(d, u)
+        _add_scaled(x, u, scale)
+        _add_scaled(x, d, change)
+
+
+def retreat(values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float) -> None:
+    """x - S Delta and Delta - decay x, in place: where a base that is to step on Delta finds nothing of x."""
+    if not decay:
+        _add_scaled(values, deltas, -scale)
+        return
+    of_delta, of_value = -decay * scale, torch.full_like(scale, -decay)
+    for x, d in _batches(values, deltas):
+        _add_scaled(x, d, -scale)
+        _add_scaled(d, d, of_delta)  # x is x + S Delta by now
+        _add_scaled(d, x, of_value)
 
 
 def rescale(values: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
@@ -110,8 +180,9 @@ def interpolate(values: list[Tensor], stepped: list[Tensor], scale: Tensor | Non
     if scale is None:
         torch._foreach_copy_(values, stepped)
         return
-    torch._foreach_sub_(stepped, values)
-    _add_scaled(values, stepped, scale)
+    for x, u in _batches(values, stepped):
+        torch._foreach_sub_(u, x)
+        _add_scaled(x, u, scale)
 
 
 def _add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
