@@ -67,6 +67,7 @@ class Bucket:
     lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
     work: Any = vectors  # the functions to work with: compiled.py has the same
     lends_delta_at: Tensor | None = None  # S, [tuners], where the base is to step on Delta itself
+    kept: Tensor | None = None  # the share of Delta that outlives this step, [tuners]; None is all of it
     params: list[Tensor] = field(default_factory=list)
     own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
     _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
@@ -97,7 +98,8 @@ class Bucket:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
         if self.lends_delta_at is not None:
             # All that matters is what it adds to Delta; the parameters wait at x_1 for S' Delta'.
-            self.work.retreat(self._local_params(), self.deltas, self._scalar(self.lends_delta_at), self.decay)
+            scale, kept = self._scalar(self.lends_delta_at), None if self.kept is None else self._scalar(self.kept)
+            self.work.retreat(self._local_params(), self.deltas, scale, self.decay, kept)
             lent = self.deltas
         else:
             lent = self._values(copy=True)
@@ -120,10 +122,11 @@ class Bucket:
     def give_up(self, stepped: list[Tensor]) -> None:
         """The base has failed. What it did to copies is lost; what it did to Delta stays, at the S of before."""
         if stepped and self.lends_delta_at is not None:
-            vectors.rescale(self._local_params(), self.deltas, self._scalar(self.lends_delta_at))
+            scale = self.lends_delta_at if self.kept is None else self.lends_delta_at / self.kept
+            vectors.rescale(self._local_params(), self.deltas, self._scalar(scale))
 
-    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor, kept: Tensor | None = None) -> None:
-        """Scale what the base did, with S and S', [tuners]; ``kept`` is the share of Delta to keep."""
+    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor) -> None:
+        """Scale what the base did, with S and S', [tuners]."""
         if not self.moves:
             return
         values = self._values()
@@ -132,14 +135,16 @@ class Bucket:
             return
         if stepped and self.lead is not None:
             vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
-        if kept is not None:
+        kept = None
+        if self.kept is not None:
             # x' = x + S' Delta' - S Delta stays as it is when Delta shrinks and S grows by as much.
-            torch._foreach_mul_(self.deltas, self._scalar(kept))
-            scale = scale / kept
+            scale, kept = scale / self.kept, self._scalar(self.kept)
         change = self._scalar(new_scale - scale)
         if stepped:
-            self.work.combine(values, stepped, self.deltas, self._scalar(scale), change)
+            self.work.combine(values, stepped, self.deltas, self._scalar(scale), change, kept)
         else:
+            if kept is not None:
+                torch._foreach_mul_(self.deltas, kept)
             vectors.rescale(values, self.deltas, change)
         self._store(values)
 

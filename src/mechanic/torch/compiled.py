@@ -46,32 +46,42 @@ def measure(
     return torch.stack([sign * delta_grad, *others])
 
 
-def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
+def combine(
+    values: list[Tensor],
+    stepped: list[Tensor],
+    deltas: list[Tensor],
+    scale: Tensor,
+    change: Tensor,
+    kept: Tensor | None = None,
+) -> None:
     """As :func:`mechanic.torch.vectors.combine`."""
-    _run(_combine, [values, stepped, deltas], (0, 2), scale, change)
+    _run(_combine, [values, stepped, deltas], (0, 2), scale, change, torch.ones_like(scale) if kept is None else kept)
 
 
-def retreat(values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float) -> None:
+def retreat(
+    values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, kept: Tensor | None = None
+) -> None:
     """As :func:`mechanic.torch.vectors.retreat`."""
-    if not decay:
+    if not decay and kept is None:
         vectors.retreat(values, deltas, scale, decay)
     else:
-        _run(_retreat, [values, deltas], (0, 1), scale, torch.full_like(scale, decay))
+        kept = torch.ones_like(scale) if kept is None else kept
+        _run(_retreat, [values, deltas], (0, 1), scale, torch.full_like(scale, decay), kept)
 
 
 def _five_sums(x: Tensor, g: Tensor, d: Tensor) -> Tensor:
     return torch.stack([(d * g).sum(), (d * x).sum(), (g * g).sum(), (x * x).sum(), (d * d).sum()])
 
 
-def _combine(x: Tensor, stepped: Tensor, d: Tensor, scale: Tensor, change: Tensor) -> None:
+def _combine(x: Tensor, stepped: Tensor, d: Tensor, scale: Tensor, change: Tensor, kept: Tensor) -> None:
     u = stepped - x
-    new_delta = d + u
+    new_delta = kept * d + u
     x.copy_(x + scale * u + change * new_delta)
     d.copy_(new_delta)
 
 
-def _retreat(x: Tensor, d: Tensor, scale: Tensor, decay: Tensor) -> None:
-    new_delta = d - decay * x
+def _retreat(x: Tensor, d: Tensor, scale: Tensor, decay: Tensor, kept: Tensor) -> None:
+    new_delta = kept * d - decay * x
     x.copy_(x - scale * d)
     d.copy_(new_delta)
 
@@ -161,9 +171,19 @@ def why_not_whole(base: Optimizer) -> str | None:
 
 
 def step_whole(
-    base: Optimizer, delta_of: dict[Tensor, Tensor], scale: Tensor, new_scale: Tensor, finite: Tensor
+    base: Optimizer,
+    delta_of: dict[Tensor, Tensor],
+    scale: Tensor,
+    new_scale: Tensor,
+    kept: Tensor | None,
+    finite: Tensor,
 ) -> None:
-    """The base's step and Mechanic's on all parameters with a gradient; S, S' and the flags of gradients, [tuners]."""
+    """The base's step and Mechanic's on all parameters with a gradient.
+
+    S, S', the share of Delta to keep and the flags of gradients are [tuners].
+    """
+    kept = torch.ones_like(scale) if kept is None else kept
+    scale = scale / kept
     rows = rows_of(base.param_groups)
     for group in base.param_groups:
         group = {**group, "params": [p for p in group["params"] if p.requires_grad and p.grad is not None]}
@@ -181,7 +201,7 @@ def step_whole(
                 base.state[p][DELTA] = delta_of[p]  # only now: bases ask whether state[p] is empty to initialise it
             sign = -1.0 if group.get("maximize") else 1.0
             scalars = torch.tensor([sign, *values], dtype=dtype, device=device).unbind()
-            scales = [s[row].to(device, dtype) for s in (scale, new_scale - scale)]
+            scales = [s[row].to(device, dtype) for s in (scale, new_scale - scale, kept)]
             of_base = [[tensors_of[i] for i in indices] for tensors_of in tensors]
             deltas = [delta_of[p] for p in params]
             lists = [params, [p.grad for p in params], deltas, *of_base]
@@ -190,8 +210,8 @@ def step_whole(
     base._opt_called = True  # type: ignore[attr-defined]  # schedulers that were built on it ask
 
 
-def _finish(x: Tensor, d: Tensor, u: Tensor, scale: Tensor, change: Tensor) -> None:
-    new_delta = d + u
+def _finish(x: Tensor, d: Tensor, u: Tensor, scale: Tensor, change: Tensor, kept: Tensor) -> None:
+    new_delta = kept * d + u
     x.copy_(x + scale * u + change * new_delta)
     d.copy_(new_delta)
 
@@ -204,10 +224,18 @@ def _usable(g: Tensor, finite: Tensor, sign: Tensor) -> Tensor:
 
 
 def _whole_sgd(
-    x: Tensor, g: Tensor, d: Tensor, finite: Tensor, scale: Tensor, change: Tensor, sign: Tensor, *numbers: Tensor
+    x: Tensor,
+    g: Tensor,
+    d: Tensor,
+    finite: Tensor,
+    scale: Tensor,
+    change: Tensor,
+    kept: Tensor,
+    sign: Tensor,
+    *numbers: Tensor,
 ) -> None:
     (u,) = _sgd(x, _usable(g, finite, sign), *numbers)
-    _finish(x, d, u, scale, change)
+    _finish(x, d, u, scale, change, kept)
 
 
 def _whole_momentum(
@@ -218,11 +246,12 @@ def _whole_momentum(
     finite: Tensor,
     scale: Tensor,
     change: Tensor,
+    kept: Tensor,
     sign: Tensor,
     *numbers: Tensor,
 ) -> None:
     u, new_buffer = _momentum(x, _usable(g, finite, sign), buffer, *numbers)
-    _finish(x, d, u, scale, change)
+    _finish(x, d, u, scale, change, kept)
     buffer.copy_(new_buffer)
 
 
@@ -235,11 +264,12 @@ def _whole_adam(
     finite: Tensor,
     scale: Tensor,
     change: Tensor,
+    kept: Tensor,
     sign: Tensor,
     *numbers: Tensor,
 ) -> None:
     u, new_m, new_v = _adam(x, _usable(g, finite, sign), m, v, *numbers)
-    _finish(x, d, u, scale, change)
+    _finish(x, d, u, scale, change, kept)
     m.copy_(new_m)
     v.copy_(new_v)
 

@@ -196,33 +196,29 @@ class Mechanic(Optimizer):
         tuned = update(tuner, sums, betas, self.config, torch)
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
+        kept = kept_share(tuner, tuned, self.config, torch)
+        for bucket in buckets:
+            bucket.kept = kept
         if whole:
             delta_of = {p: own[DELTA] for b in buckets if b.has_grad for p, own in zip(b.params, b.own, strict=True)}
-            compiled.step_whole(self.base, delta_of, scale, new_scale, finite)
+            compiled.step_whole(self.base, delta_of, scale, new_scale, kept, finite)
             for bucket in buckets:
                 if not bucket.has_grad:
                     bucket.move([], scale, new_scale)
         else:
-            self._step_base(buckets, scale, new_scale, kept_share(tuner, tuned, self.config, torch), decays)
+            self._step_base(buckets, scale, new_scale, decays)
         groups.write_tuners(self.param_groups, torch.stack([betas, *tuned], 1))
         self._show_scales()
         return loss
 
-    def _step_base(
-        self,
-        buckets: list[Bucket],
-        scale: Tensor,
-        new_scale: Tensor,
-        kept: Tensor | None,
-        decays: list[float] | None,
-    ) -> None:
+    def _step_base(self, buckets: list[Bucket], scale: Tensor, new_scale: Tensor, decays: list[float] | None) -> None:
         """Let the base step as a black box, and scale what it did."""
         self._set_leads(buckets, scale)
         if decays is not None:
             for bucket in buckets:
                 bucket.lends_delta_at = scale
         for bucket, stepped in zip(buckets, step_alone(self.base, buckets), strict=True):
-            bucket.move(stepped, scale, new_scale, kept)
+            bucket.move(stepped, scale, new_scale)
 
     def _choose_kernels(self, buckets: list[Bucket]) -> bool:
         """Let the buckets work compiled where they can. Returns whether base and Mechanic are to step as one."""
@@ -240,8 +236,6 @@ class Mechanic(Optimizer):
         reason = compiled.why_not_whole(self.base)
         if self.own_iterates:
             reason = "the base steps on iterates of its own"
-        elif self.config.forgetting:
-            reason = "a part of Delta is forgotten"
         if reason:
             self._warn_once(f"compile=True compiles around the base, not together with it: {reason}")
         return reason is None
@@ -258,7 +252,7 @@ class Mechanic(Optimizer):
 
     def _decays_beside_delta(self) -> list[float] | None:
         """By group, where the base is to step on Delta itself: see :func:`decays_of_blind`."""
-        if self.is_frozen or self.own_iterates or self.config.forgetting:
+        if self.is_frozen or self.own_iterates:
             return None
         if any(is_half_precision(dtype) for dtype in {p.dtype for p in groups.params_of(self.param_groups)}):
             return None

@@ -144,30 +144,41 @@ def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def combine(values: list[Tensor], stepped: list[Tensor], deltas: list[Tensor], scale: Tensor, change: Tensor) -> None:
+def combine(
+    values: list[Tensor],
+    stepped: list[Tensor],
+    deltas: list[Tensor],
+    scale: Tensor,
+    change: Tensor,
+    kept: Tensor | None = None,
+) -> None:
     """Scale what the base did, in place.
 
-    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = Delta + u and ``values``
-    x' = x + S u + (S' - S) Delta', which is x + (S' - S) Delta + S' u: the difference form. It never needs x_1, and
-    keeps whatever others did to the parameters between steps. ``stepped`` is used up.
+    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = k Delta + u and ``values``
+    x' = x + S u + (S' - S) Delta'. With S of before divided by k that is x + S' Delta' - S Delta: the difference form.
+    It never needs x_1, and keeps whatever others did to the parameters between steps. ``stepped`` is used up.
     """
     for x, u, d in _batches(values, stepped, deltas):
         torch._foreach_sub_(u, x)
+        if kept is not None:
+            torch._foreach_mul_(d, kept)
         torch._foreach_add_(d, u)
         _add_scaled(x, u, scale)
         _add_scaled(x, d, change)
 
 
-def retreat(values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float) -> None:
-    """x - S Delta and Delta - decay x, in place: where a base that is to step on Delta finds nothing of x."""
-    if not decay:
-        _add_scaled(values, deltas, -scale)
-        return
-    of_delta, of_value = -decay * scale, torch.full_like(scale, -decay)
+def retreat(
+    values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, kept: Tensor | None = None
+) -> None:
+    """x - S Delta and k Delta - decay x, in place: where a base that is to step on Delta finds nothing of x."""
+    of_delta = (1.0 if kept is None else kept) - decay * scale  # x is x + S Delta by the time it is taken
+    of_value = torch.full_like(scale, -decay)
     for x, d in _batches(values, deltas):
         _add_scaled(x, d, -scale)
-        _add_scaled(d, d, of_delta)  # x is x + S Delta by now
-        _add_scaled(d, x, of_value)
+        if decay or kept is not None:
+            torch._foreach_mul_(d, of_delta)
+        if decay:
+            _add_scaled(d, x, of_value)
 
 
 def rescale(values: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:
