@@ -30,8 +30,11 @@ test-ecosystem:
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt pip
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt torch
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --editable . --group test --group ecosystem
-	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	.venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem
+	# timm has a folder of its own: others import it if they find it, and it needs torchvision, which beside a torch for
+	# CPUs only cannot be imported as it comes from PyPI.
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --no-deps --target .venv-ecosystem/timm timm torchvision
+	PYTHONPATH=.venv-ecosystem/timm .venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem/test_timm.py
 
 # DeepSpeed compiles at run time and writes under HOME, so it has an environment and a home of its own.
 test-deepspeed: export HOME := $(CURDIR)/.venv-deepspeed/home

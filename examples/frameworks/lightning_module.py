@@ -63,5 +63,6 @@ if __name__ == "__main__":
         for checkpoint in (None, f"{folder}/step=28.ckpt"):
             trainer = build(folder)
             trainer.fit(Classifier(), digits(), ckpt_path=checkpoint)
-            print(f"from {Path(checkpoint).name if checkpoint else 'the start'}: loss {trainer.callback_metrics['loss']:.5f}")
+            start = Path(checkpoint).name if checkpoint else "the start"
+            print(f"from {start}: loss {trainer.callback_metrics['loss']:.5f}")
         print(Path(trainer.logger.log_dir, "metrics.csv").read_text())
