@@ -273,7 +273,7 @@ class Mechanic(Optimizer):
         if any(waiting):
             raise RuntimeError(
                 f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
-                "no gradient, and Mechanic's feedback is a sum over all of them: turn 'fused backward pass' off and step "
+                "no gradient, and Mechanic's feedback is a sum over all: turn 'fused backward pass' off and step "
                 "after backward(), or give every parameter that steps by itself a Mechanic of its own"
             )
 
