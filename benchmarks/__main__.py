@@ -26,7 +26,7 @@ def main() -> None:
     trial.add_argument("target", metavar="your_file.py:train", help="takes an optimizer factory, yields losses")
     trial.add_argument("--lr", type=float, required=True, help="the learning rate you use")
     trial.add_argument("--base", default="torch.optim.AdamW", help="the optimizer you use (default: %(default)s)")
-    trial.add_argument("--grid", action="store_true", help="also run yours on two half decades up and down")
+    trial.add_argument("--grid", action="store_true", help="also run yours on a grid of half decades")
     trial.add_argument("--out", type=Path, default=Path("trial"), help="folder for records and picture")
     arguments = parser.parse_args()
 
