@@ -20,6 +20,7 @@ from mechanic.integrations import readings
 from mechanic.torch import Mechanic
 
 ACCUMULATED = 2  # batches per step
+HIDDEN = 32
 
 
 def sharding() -> FullyShardedDataParallelPlugin:
@@ -39,7 +40,7 @@ def make_accelerator() -> Accelerator:
 
 def train(accelerator: Accelerator, checkpoints: Path, steps: int, *, saved_every: int = 9) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
     optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))  # the change
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=5)
     images, labels = load_digits(return_X_y=True)

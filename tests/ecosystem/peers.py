@@ -1,6 +1,7 @@
 """What other optimizers that need no learning rate do in the same frameworks: the table in docs/ecosystem.md.
 
-``python tests/ecosystem/peers.py`` in the environment of ``make test-ecosystem``, with ``pip install dadaptation``.
+``python tests/ecosystem/peers.py [CHECK]`` in the environment of ``make test-ecosystem``, with dadaptation,
+mechanic-pytorch, prodigyopt and schedulefree installed into it.
 """
 
 import os
@@ -73,16 +74,20 @@ def in_lightning(cls, lr, folder):
     return "resume " + verdict(*found)
 
 
-def in_accelerate(cls, lr, folder):
+def in_accelerate(cls, lr, folder, hidden=32):
+    """FSDP2 against DDP on two ranks."""
     import parallel
 
-    parallel.on_ranks(
-        _rank, 2, 120, str(folder), next(n for n, (c, _) in peers().items() if c.__name__ == cls.__name__)
-    )
+    name = next(name for name, (other, _) in peers().items() if other.__name__ == cls.__name__)
+    parallel.on_ranks(_rank, 2, 120, str(folder), name, hidden)
     return torch.load(folder / "verdict.pt")
 
 
-def _rank(rank, folder, name):
+def on_uneven_shards(cls, lr, folder):
+    return in_accelerate(cls, lr, folder, hidden=31)
+
+
+def _rank(rank, folder, name, hidden):
     from accelerate import DistributedType, PartialState
 
     import accelerate_loop
@@ -99,6 +104,7 @@ def _rank(rank, folder, name):
             optimizer.train()
         return optimizer
 
+    accelerate_loop.HIDDEN = hidden
     accelerate_loop.Mechanic, accelerate_loop.readings = build, lambda optimizer: {}
     accelerator = accelerate_loop.make_accelerator()
     PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
@@ -140,7 +146,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    for check in (in_trainer, in_lightning, in_accelerate, with_groups):
+    for check in (in_trainer, in_lightning, in_accelerate, on_uneven_shards, with_groups):
+        if check.__name__ not in (sys.argv[1:] or check.__name__):
+            continue
         for name, (cls, lr) in peers().items():
             torch.set_grad_enabled(True)  # mechanic-pytorch leaves it off where it raises
             with tempfile.TemporaryDirectory() as folder:
