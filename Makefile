@@ -29,7 +29,7 @@ test-ecosystem:
 	mkdir -p $(HOME)
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt pip
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt torch
-	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --editable . --group test --group ecosystem
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --editable . --group ecosystem
 	.venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem
 	# timm has a folder of its own: others import it if they find it, and it needs torchvision, which beside a torch for
 	# CPUs only cannot be imported as it comes from PyPI.

@@ -8,9 +8,9 @@ import diffusion
 from mechanic.torch import Mechanic
 
 
-def test_a_unet_ends_near_the_best_of_three_learning_rates():
+def test_a_unet_ends_near_a_learning_rate_that_was_searched_for():
     learned, optimizer, average = diffusion.train(lambda params: Mechanic(torch.optim.AdamW(params, lr=1.0)))
-    best = min(diffusion.train(lambda params, lr=lr: torch.optim.AdamW(params, lr=lr))[0] for lr in (1e-3, 1e-2))
+    best, _, _ = diffusion.train(lambda params: torch.optim.AdamW(params, lr=1e-2))
     assert learned < 1.2 * best
     assert 1e-4 < optimizer.scales()["default"] < 1e-1
     assert average.optimization_step == diffusion.STEPS
