@@ -43,9 +43,16 @@ def train(make_optimizer, steps: int = STEPS) -> tuple[float, torch.optim.Optimi
     return sum(last) / len(last), optimizer, average
 
 
+def compare() -> tuple[float, float]:
+    """The loss at a learned rate, and at the better of two fixed ones."""
+    learned, optimizer, _ = train(lambda params: Mechanic(torch.optim.AdamW(params, lr=1.0)))
+    print(f"loss {learned:.3f} at a learned rate of {optimizer.scales()['default']:.2g}")
+    fixed = {lr: train(lambda params, lr=lr: torch.optim.AdamW(params, lr=lr))[0] for lr in (1e-3, 1e-2)}
+    for lr, loss in fixed.items():
+        print(f"loss {loss:.3f} at {lr:g}")
+    return learned, min(fixed.values())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    loss, optimizer, _ = train(lambda params: Mechanic(torch.optim.AdamW(params, lr=1.0)))
-    print(f"loss {loss:.3f} at a learned rate of {optimizer.scales()['default']:.2g}")
-    for lr in (1e-3, 1e-2):
-        print(f"loss {train(lambda params, lr=lr: torch.optim.AdamW(params, lr=lr))[0]:.3f} at {lr:g}")
+    compare()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from mechanic.integrations.transformers import ScaleCallback
 from mechanic.torch import MechanicAdamW
 
-STEPS, LENGTH = 60, 32
+STEPS, LENGTH = 40, 32
 
 
 class Source(torch.utils.data.Dataset):
@@ -47,12 +47,12 @@ def build(folder: str | Path, model: LlamaForCausalLM, optimizer: dict, **option
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 6,
+        "warmup_steps": 4,
         "weight_decay": 0.1,
         "bf16": True,
         "use_cpu": not torch.cuda.is_available(),
         "logging_steps": 10,
-        "save_steps": 40,
+        "save_steps": 20,
         "max_steps": STEPS,
         "report_to": "none",
         "disable_tqdm": True,
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         build(folder, small_model(), MECHANIC).train()
-        print("and once more from the checkpoint of step 40:")
-        build(folder, small_model(), MECHANIC).train(resume_from_checkpoint=f"{folder}/checkpoint-40")
+        print("and once more from the checkpoint of step 20:")
+        build(folder, small_model(), MECHANIC).train(resume_from_checkpoint=f"{folder}/checkpoint-20")

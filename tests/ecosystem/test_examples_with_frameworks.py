@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("peft", reason="has an environment of its own: make test-ecosystem")
 
-ELSEWHERE = {"accelerate_loop", "deepspeed_zero", "log_to_boards", "timm_factory"}
+ELSEWHERE = {"accelerate_loop", "deepspeed_zero", "diffusion", "log_to_boards", "timm_factory"}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "frameworks").glob("*.py"))
 
 
