@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test docs test-deepspeed
+.PHONY: setup check test docs test-ecosystem test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup:
@@ -21,6 +21,20 @@ test:
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+# The frameworks bring more packages than all else together, and write under HOME.
+test-ecosystem: export HOME := $(CURDIR)/.venv-ecosystem/home
+test-ecosystem:
+	$(PYTHON) -m venv .venv-ecosystem
+	mkdir -p $(HOME)
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt pip
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --editable . --group ecosystem
+	.venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem
+	# timm has a folder of its own: others import it if they find it, and it needs torchvision, which beside a torch for
+	# CPUs only cannot be imported as it comes from PyPI.
+	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --no-deps --target .venv-ecosystem/timm timm torchvision
+	PYTHONPATH=.venv-ecosystem/timm .venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem/test_timm.py
 
 # DeepSpeed compiles at run time and writes under HOME, so it has an environment and a home of its own.
 test-deepspeed: export HOME := $(CURDIR)/.venv-deepspeed/home

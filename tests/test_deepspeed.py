@@ -5,6 +5,9 @@ In an environment of its own, ``make test-deepspeed``.
 
 import itertools
 import os
+import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -89,3 +92,19 @@ def test_every_stage_is_right_or_refused(tmp_path):
             assert report["same on all ranks"]
         else:
             assert REFUSED[tuple(setting)] in report.get("refused", ""), (setting, base, report)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_example_runs_as_it_stands(stage):
+    example = Path(__file__).parents[1] / "examples" / "frameworks" / "deepspeed_zero.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    result = subprocess.run(
+        [*command, "--stage", str(stage)],
+        check=True,
+        timeout=TIMEOUT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", result.stdout)]
+    assert losses[-1] < losses[0] / 2

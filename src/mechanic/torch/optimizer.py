@@ -175,6 +175,7 @@ class Mechanic(Optimizer):
         if self.is_frozen:
             self._step_frozen()
             return loss
+        self._require_all_gradients()
         self._presence.check(self.param_groups, self.state)
         decays = self._decays_beside_delta()
         reduction, buckets = self._reduction_and_buckets(decays)
@@ -322,6 +323,18 @@ class Mechanic(Optimizer):
         if "mechanic_format" not in self.param_groups[-1]:
             self._enter_groups()  # a group was added to the base itself
 
+    def _require_all_gradients(self) -> None:
+        """Inside a backward pass gradients may be still to come, and the sums would lack them."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        waiting = [p.requires_grad and p.grad is None for p in groups.params_of(self.param_groups)]
+        if any(waiting):
+            raise RuntimeError(
+                f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
+                "no gradient, and Mechanic's feedback is a sum over all: turn 'fused backward pass' off and step "
+                "after backward(), or give every parameter that steps by itself a Mechanic of its own"
+            )
+
     def _tuners(self, device: torch.device | None) -> tuple[Tensor, TunerState]:
         """The betas and the state of every tuner, each [tuners, n]."""
         betas, *fields = groups.read_tuners(self.param_groups, device).unbind(1)
@@ -388,6 +401,11 @@ class Mechanic(Optimizer):
             name: max(scales[name] * float(group["lr"]) / group["mechanic_unit"] for group in sharing)
             for name, sharing in self._groups_by_tuner().items()
         }
+
+    def get_avg_learning_rate(self) -> float:
+        """The mean of :meth:`learning_rates`, under the name that ai-toolkit asks an optimizer for."""
+        rates = self.learning_rates()
+        return sum(rates.values()) / len(rates)
 
     def _groups_by_tuner(self) -> dict[str, list[Group]]:
         by_name: dict[str, list[Group]] = {}

@@ -1,0 +1,39 @@
+"""Small pieces for frameworks. Each module imports its framework, and nothing here is imported unless asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mechanic.torch import Mechanic
+
+__all__ = ["readings"]
+
+
+def readings(optimizer: Any) -> dict[str, float]:
+    """What to log: S and the learning rate really applied, of every tuner, as plain numbers.
+
+    Args:
+        optimizer: a Mechanic, or what a framework has wrapped around one (Accelerate, Lightning).
+
+    Example:
+        >>> import torch
+        >>> from mechanic.integrations import readings
+        >>> from mechanic.torch import Mechanic
+        >>> optimizer = Mechanic(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0))
+        >>> readings(optimizer)
+        {'mechanic/scale': 0.0, 'mechanic/lr': 0.0}
+
+    With several tuners their names follow: ``mechanic/scale/unet``.
+    """
+    mechanic = optimizer
+    while not isinstance(mechanic, Mechanic):
+        if not hasattr(mechanic, "optimizer"):
+            raise TypeError(f"there is no Mechanic to read in {type(optimizer).__name__}; wrap the optimizer first")
+        mechanic = mechanic.optimizer
+    columns = {"scale": mechanic.scales(), "lr": mechanic.learning_rates()}
+    alone = len(columns["scale"]) == 1
+    return {
+        f"mechanic/{column}" if alone else f"mechanic/{column}/{tuner}": value
+        for column, by_tuner in columns.items()
+        for tuner, value in by_tuner.items()
+    }
