@@ -123,7 +123,7 @@ def test_a_base_that_fails_on_delta_leaves_parameters_at_the_start_and_s_delta(m
     """It may have moved Delta, as a bare base that fails may have moved parameters; x_1 + S Delta still holds."""
     model = mlp(dtype=torch.float64)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer = Mechanic(SGD(model.parameters(), lr=1.0, momentum=0.9))
+    optimizer = Mechanic(SGD(model.parameters(), lr=1.0, momentum=0.9), config={"forgetting": 0.0})
     train(model, optimizer, 5)
     tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
     module = importlib.import_module("torch.optim.sgd")

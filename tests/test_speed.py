@@ -46,12 +46,13 @@ def watched(base):
 
 
 # Words that operators are given, per parameter: in cache or not. The sums are 7 of them, torch's fused steps 4 and 3.
+# S is growing here; where it is not, nothing is forgotten, and with a CPU's tensors one word less is touched.
 WORDS = {
     "AdamW, on Delta": (lambda p: Mechanic(AdamW(p, fused=True)), 7 + 5 + 4 + 2),
-    "AdamW without decay, on Delta": (lambda p: Mechanic(AdamW(p, fused=True, weight_decay=0.0)), 7 + 2 + 4 + 2),
-    "AdamW, on copies": (lambda p: Mechanic(watched(AdamW(p, fused=True))), 7 + 2 + 4 + 8),
-    "SGD, on Delta": (lambda p: Mechanic(SGD(p, momentum=0.9, fused=True)), 7 + 2 + 3 + 2),
-    "SGD, on copies": (lambda p: Mechanic(SGD(p, momentum=0.9, weight_decay=0.1, fused=True)), 7 + 2 + 3 + 8),
+    "AdamW without decay, on Delta": (lambda p: Mechanic(AdamW(p, fused=True, weight_decay=0.0)), 7 + 3 + 4 + 2),
+    "AdamW, on copies": (lambda p: Mechanic(watched(AdamW(p, fused=True))), 7 + 2 + 4 + 9),
+    "SGD, on Delta": (lambda p: Mechanic(SGD(p, momentum=0.9, fused=True)), 7 + 3 + 3 + 2),
+    "SGD, on copies": (lambda p: Mechanic(SGD(p, momentum=0.9, weight_decay=0.1, fused=True)), 7 + 2 + 3 + 9),
 }
 
 
@@ -65,7 +66,7 @@ def test_so_many_words_are_touched(name):
 def test_long_tensors_are_worked_on_in_pieces_that_stay_in_cache():
     _, short = traffic(WORDS["AdamW, on copies"][0], tensors=1, elements=1 << 18)
     _, long = traffic(WORDS["AdamW, on copies"][0], tensors=1, elements=1 << 22)
-    assert long - short == 9 * (32 - 2)  # five dots and the four operators that combine, of each piece
+    assert long - short == 10 * (32 - 2)  # five dots and the five operators that combine, of each piece
 
 
 def test_thousands_of_tensors_take_few_calls_each():

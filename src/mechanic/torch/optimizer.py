@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch import checkpoint, compiled, groups
+from mechanic.torch import checkpoint, compiled, groups, vectors
 from mechanic.torch.alone import step_alone
 from mechanic.torch.bases import decays_of_blind, is_linear_in_lr, refuse_unsuitable
 from mechanic.torch.buckets import Bucket, buckets_of, is_half_precision, own_state, widened
@@ -198,6 +198,8 @@ class Mechanic(Optimizer):
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
         kept = kept_share(tuner, tuned, self.config, torch)
+        if kept is not None and vectors.is_at_hand(kept) and bool((kept == 1).all()):
+            kept = None
         for bucket in buckets:
             bucket.kept = kept
         if whole:

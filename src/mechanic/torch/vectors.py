@@ -128,10 +128,15 @@ def _split_alike(tensors: list[Tensor], length: int) -> list[tuple[Tensor, ...]]
     return [torch.split(tensor.view(-1), length) for tensor in tensors]
 
 
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
 def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
     """Zero all tensors where the flag, 0-dim, is down. By their bits: infinity times zero is not zero."""
-    if type(flag) is Tensor and flag.device.type == "cpu" and flag:
-        return  # there is nothing to wait for on the host
+    if is_at_hand(flag) and flag:
+        return
     masks: dict[torch.dtype, Tensor] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
