@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import statistics
 
 import pytest
 import torch
@@ -29,12 +30,15 @@ def weights(model):
 
 @every_base
 def test_trains(base: Base):
-    model = base.model()
-    optimizer = base.wrap(model)
-    start = train_loss(model)
-    train(model, optimizer, 3)
-    assert scale(optimizer) > 0
-    assert train(model, optimizer, 57, first=3) < start / 2
+    losses = []
+    for first in (0, 100, 200):  # batches: so early S still swings, and one run tells little
+        model = base.model()
+        optimizer = base.wrap(model)
+        start = train_loss(model)
+        train(model, optimizer, 3, first=first)
+        assert scale(optimizer) > 0
+        losses.append(train(model, optimizer, 57, first=first + 3))
+    assert statistics.mean(losses) < start / 2
 
 
 @every_base

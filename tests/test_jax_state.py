@@ -217,7 +217,7 @@ def test_an_ensemble_is_its_members():
 
 
 def test_a_run_can_be_differentiated_with_the_scale_as_given():
-    optimizer = mechanize(optax.sgd(1.0))
+    optimizer = mechanize(optax.sgd(1.0), config={"forgetting": 0.0})  # x = x_1 + S Delta, as written out below
     start = jnp.asarray([1.0, -2.0, 0.5])
 
     def run(factor):
