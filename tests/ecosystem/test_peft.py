@@ -14,11 +14,18 @@ def pretrained():
     return lora.pretrained()
 
 
+@torch.no_grad()
+def loss_on_all(model):
+    pieces = torch.tensor(list(lora.CODE.encode())).unfold(0, lora.LENGTH, lora.LENGTH)
+    return model(input_ids=pieces, labels=pieces).loss.item()
+
+
 def test_adapters_learn_with_a_scale_per_group_and_the_rest_stays_frozen(pretrained):
     before = {name: p.detach().clone() for name, p in pretrained.named_parameters()}
     model, optimizer = lora.adapted(pretrained)
-    losses = lora.train(model, optimizer, lora.CODE, steps=60)
-    assert losses[-1] < losses[0] - 0.1
+    start = loss_on_all(model)
+    lora.train(model, optimizer, lora.CODE, steps=60)
+    assert loss_on_all(model) < start - 0.05  # AdamW at its best learning rate: 0.13
     scales = optimizer.scales()
     assert set(scales) == {"attention", "feed-forward"}
     assert all(scale > 0 for scale in scales.values())
@@ -36,9 +43,10 @@ def test_a_group_of_adapters_that_start_at_zero_learns_too(pretrained):
     ]
     assert not any(p.any() for p in groups[1]["params"])
     optimizer = Mechanic(torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0))
-    losses = lora.train(model, optimizer, lora.CODE, steps=60)
+    start = loss_on_all(model)
+    lora.train(model, optimizer, lora.CODE, steps=100)
+    assert loss_on_all(model) < start - 0.05  # AdamW at its best learning rate: 0.13
     model.unload()
-    assert losses[-1] < losses[0] - 0.1
     assert all(scale > 1e-5 for scale in optimizer.scales().values())
 
 
