@@ -30,7 +30,7 @@ def test_the_factory_builds_and_trains_every_registered_name():
         optimizer = create_optimizer_v2(model, name, lr=1.0, weight_decay=0.01)
         assert isinstance(optimizer, Mechanic)
         assert len(optimizer.param_groups) == 2  # decay and no decay
-        assert train(model, optimizer, 150) < 1.0, name
+        assert train(model, optimizer, 60) < 1.0, name
 
 
 def test_what_the_factory_builds_is_mechanic_around_what_it_builds_bare():
