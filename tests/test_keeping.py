@@ -168,8 +168,8 @@ def test_a_frozen_step_takes_the_bases_time():
     for _ in range(15):
         times = []
         for opt in (bare, optimizer):
-            began = time.perf_counter()
+            began = time.process_time()  # other work on the machine disturbs it less than the clock
             opt.step()
-            times.append(time.perf_counter() - began)
+            times.append(time.process_time() - began)
         ratios.append(times[1] / times[0])
     assert statistics.median(ratios) <= 1.25

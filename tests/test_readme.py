@@ -39,3 +39,11 @@ def test_importing_mechanic_torch_imports_no_other_framework():
     others = {"jax", "optax", "torch.distributed.tensor", "transformers", "lightning", "timm"}
     check = f"import sys, mechanic.torch; assert not {others} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_importing_mechanic_torch_takes_less_than_50_ms_beyond_torch():
+    clock = "import time, torch; t = time.process_time(); import mechanic.torch; print(time.process_time() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", clock], check=True, timeout=60, capture_output=True) for _ in range(3)
+    ]
+    assert min(float(run.stdout) for run in runs) < 0.05

@@ -14,18 +14,34 @@ def pretrained():
     return lora.pretrained()
 
 
+@pytest.fixture(scope="module")
+def gain_of_adamw(pretrained):
+    """In 100 steps at the best of four learning rates."""
+    gains = []
+    for lr in (3e-3, 1e-2, 3e-2, 1e-1):
+        model, _ = lora.adapted(pretrained)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gains.append(gain(model, torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)))
+        model.unload()
+    return max(gains)
+
+
+def gain(model, optimizer):
+    start = loss_on_all(model)
+    lora.train(model, optimizer, lora.CODE, steps=100)
+    return start - loss_on_all(model)
+
+
 @torch.no_grad()
 def loss_on_all(model):
     pieces = torch.tensor(list(lora.CODE.encode())).unfold(0, lora.LENGTH, lora.LENGTH)
     return model(input_ids=pieces, labels=pieces).loss.item()
 
 
-def test_adapters_learn_with_a_scale_per_group_and_the_rest_stays_frozen(pretrained):
+def test_adapters_learn_with_a_scale_per_group_and_the_rest_stays_frozen(pretrained, gain_of_adamw):
     before = {name: p.detach().clone() for name, p in pretrained.named_parameters()}
     model, optimizer = lora.adapted(pretrained)
-    start = loss_on_all(model)
-    lora.train(model, optimizer, lora.CODE, steps=60)
-    assert loss_on_all(model) < start - 0.05  # AdamW at its best learning rate: 0.13
+    assert gain(model, optimizer) > gain_of_adamw / 2
     scales = optimizer.scales()
     assert set(scales) == {"attention", "feed-forward"}
     assert all(scale > 0 for scale in scales.values())
@@ -34,7 +50,7 @@ def test_adapters_learn_with_a_scale_per_group_and_the_rest_stays_frozen(pretrai
         assert p.equal(before[name])
 
 
-def test_a_group_of_adapters_that_start_at_zero_learns_too(pretrained):
+def test_a_group_of_adapters_that_start_at_zero_learns_too(pretrained, gain_of_adamw):
     """LoRA's B starts at zero, so there is no |x_1| to take a fraction of."""
     model, _ = lora.adapted(pretrained)
     groups = [
@@ -43,9 +59,7 @@ def test_a_group_of_adapters_that_start_at_zero_learns_too(pretrained):
     ]
     assert not any(p.any() for p in groups[1]["params"])
     optimizer = Mechanic(torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0))
-    start = loss_on_all(model)
-    lora.train(model, optimizer, lora.CODE, steps=100)
-    assert loss_on_all(model) < start - 0.05  # AdamW at its best learning rate: 0.13
+    assert gain(model, optimizer) > gain_of_adamw / 2
     model.unload()
     assert all(scale > 1e-5 for scale in optimizer.scales().values())
 

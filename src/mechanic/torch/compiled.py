@@ -8,6 +8,7 @@ joined for the call, and what it changed is copied back.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import vectors
+from mechanic.torch.buckets import Bucket, is_half_precision
 from mechanic.torch.checkpoint import DELTA
 from mechanic.torch.groups import Group, rows_of
 
@@ -154,6 +156,26 @@ def rule_of(base: Optimizer, group: Group) -> Rule:
     return Rule(_whole_adam, _read_adam)
 
 
+def choose_kernels(base: Optimizer, buckets: list[Bucket], *, own_iterates: bool) -> tuple[bool, list[str]]:
+    """Let the buckets work compiled where they can.
+
+    Returns whether base and Mechanic are to step as one, and what had to be left out, for the user to know.
+    """
+    if reason := why_not_at_all():
+        return False, [f"compile=True has no effect: {reason}"]
+    left_out = []
+    for bucket in buckets:
+        if bucket.sharded or is_half_precision(bucket.dtype) or bucket.dtype.is_complex:
+            kind = "sharded" if bucket.sharded else str(bucket.dtype)
+            left_out.append(f"compile=True leaves {kind} parameters to the eager step")
+        else:
+            bucket.work = sys.modules[__name__]
+    if left_out:
+        return False, left_out
+    reason = "the base steps on iterates of its own" if own_iterates else why_not_whole(base)
+    return reason is None, [f"compile=True compiles around the base, not together with it: {reason}"] if reason else []
+
+
 def why_not_whole(base: Optimizer) -> str | None:
     """What keeps base and Mechanic from being compiled as one; None where nothing does."""
     if type(base) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
@@ -210,23 +232,27 @@ def step_whole(
     base._opt_called = True  # type: ignore[attr-defined]  # schedulers that were built on it ask
 
 
-def _finish(x: Tensor, d: Tensor, u: Tensor, scale: Tensor, change: Tensor, kept: Tensor) -> None:
-    new_delta = kept * d + u
-    x.copy_(x + scale * u + change * new_delta)
-    d.copy_(new_delta)
-
-
-def _usable(g: Tensor, finite: Tensor, sign: Tensor) -> Tensor:
-    return torch.where(finite, sign * g, torch.zeros_like(g))
-
-
 # One function each: torch counts how often a function has been compiled, and gives up on it at some point.
 
 
-def _whole_sgd(
+def _whole_sgd(x: Tensor, g: Tensor, d: Tensor, *numbers: Tensor) -> None:
+    _whole(_sgd, x, g, d, (), *numbers)
+
+
+def _whole_momentum(x: Tensor, g: Tensor, d: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
+    _whole(_momentum, x, g, d, (buffer,), *numbers)
+
+
+def _whole_adam(x: Tensor, g: Tensor, d: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
+    _whole(_adam, x, g, d, (m, v), *numbers)
+
+
+def _whole(
+    rule: Callable[..., tuple[Tensor, ...]],
     x: Tensor,
     g: Tensor,
     d: Tensor,
+    of_base: tuple[Tensor, ...],
     finite: Tensor,
     scale: Tensor,
     change: Tensor,
@@ -234,44 +260,12 @@ def _whole_sgd(
     sign: Tensor,
     *numbers: Tensor,
 ) -> None:
-    (u,) = _sgd(x, _usable(g, finite, sign), *numbers)
-    _finish(x, d, u, scale, change, kept)
-
-
-def _whole_momentum(
-    x: Tensor,
-    g: Tensor,
-    d: Tensor,
-    buffer: Tensor,
-    finite: Tensor,
-    scale: Tensor,
-    change: Tensor,
-    kept: Tensor,
-    sign: Tensor,
-    *numbers: Tensor,
-) -> None:
-    u, new_buffer = _momentum(x, _usable(g, finite, sign), buffer, *numbers)
-    _finish(x, d, u, scale, change, kept)
-    buffer.copy_(new_buffer)
-
-
-def _whole_adam(
-    x: Tensor,
-    g: Tensor,
-    d: Tensor,
-    m: Tensor,
-    v: Tensor,
-    finite: Tensor,
-    scale: Tensor,
-    change: Tensor,
-    kept: Tensor,
-    sign: Tensor,
-    *numbers: Tensor,
-) -> None:
-    u, new_m, new_v = _adam(x, _usable(g, finite, sign), m, v, *numbers)
-    _finish(x, d, u, scale, change, kept)
-    m.copy_(new_m)
-    v.copy_(new_v)
+    u, *new_of_base = rule(x, torch.where(finite, sign * g, torch.zeros_like(g)), *of_base, *numbers)
+    new_delta = kept * d + u
+    x.copy_(x + scale * u + change * new_delta)
+    d.copy_(new_delta)
+    for old, new in zip(of_base, new_of_base, strict=True):
+        old.copy_(new)
 
 
 # Calling kernels.

@@ -181,7 +181,7 @@ class Mechanic(Optimizer):
         reduction, buckets = self._reduction_and_buckets(decays)
         if not buckets and reduction.group is None:
             return loss
-        whole = self.compile and self._choose_kernels(buckets)
+        whole = self.compile and self._compiles_whole(buckets)
 
         # Measured before the base steps: it may edit gradients in place.
         betas, tuner = self._tuners(buckets[0].device if buckets else None)
@@ -223,30 +223,14 @@ class Mechanic(Optimizer):
         for bucket, stepped in zip(buckets, step_alone(self.base, buckets), strict=True):
             bucket.move(stepped, scale, new_scale)
 
-    def _choose_kernels(self, buckets: list[Bucket]) -> bool:
-        """Let the buckets work compiled where they can. Returns whether base and Mechanic are to step as one."""
-        if reason := compiled.why_not_at_all():
-            self._warn_once(f"compile=True has no effect: {reason}")
-            return False
-        for bucket in buckets:
-            if bucket.sharded or is_half_precision(bucket.dtype) or bucket.dtype.is_complex:
-                kind = "sharded" if bucket.sharded else str(bucket.dtype)
-                self._warn_once(f"compile=True leaves {kind} parameters to the eager step")
-            else:
-                bucket.work = compiled
-        if not all(bucket.work is compiled for bucket in buckets):
-            return False
-        reason = compiled.why_not_whole(self.base)
-        if self.own_iterates:
-            reason = "the base steps on iterates of its own"
-        if reason:
-            self._warn_once(f"compile=True compiles around the base, not together with it: {reason}")
-        return reason is None
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+    def _compiles_whole(self, buckets: list[Bucket]) -> bool:
+        """Whether base and Mechanic are to step as one kernel; else what can be is compiled around the base."""
+        whole, left_out = compiled.choose_kernels(self.base, buckets, own_iterates=self.own_iterates)
+        for message in left_out:
+            if message not in self._warned:
+                self._warned.add(message)
+                warnings.warn(message, stacklevel=4)
+        return whole
 
     def _set_leads(self, buckets: list[Bucket], scale: Tensor) -> None:
         if self.own_iterates:
