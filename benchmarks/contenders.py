@@ -134,22 +134,29 @@ PEERS = [
 ]
 
 # Each of ours' defaults changed alone, to see what it is worth.
+_PAPERS_NUMBERS = {"betas": TunerConfig.paper().betas, "decay": TunerConfig.paper().decay}
 CHANGES: dict[str, dict[str, Any]] = {
     "s_init=.001 relative": {"s_init": 0.001},
     "s_init=.1 relative": {"s_init": 0.1},
     "s_init=1e-6 absolute": {"s_init": 1e-6, "relative_start": False},
     "s_init=1e-8 absolute": {"s_init": 1e-8, "relative_start": False},
     "decay=0": {"decay": 0.0},
-    "decay=.1": {"decay": 0.1},
+    "decay=.01": {"decay": 0.01},
     "no guard": {"guard": False},
     "forgetting=0": {"forgetting": 0.0},
-    "forgetting=8": {"forgetting": 8.0},
+    "settle=False": {"settle": False},
+    "the paper's betas": {"betas": TunerConfig.paper().betas},
     "one beta .9999": {"betas": (0.9999,)},
+}
+# Several at once: what the defaults were on the way, so that every choice can be retraced.
+FORMER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "before settling": {**_PAPERS_NUMBERS, "settle": False},
+    "before forgetting": {**_PAPERS_NUMBERS, "settle": False, "forgetting": 0.0},
 }
 VARIANTS = [
     Contender(f"variant {change} / {base}", base, _ours(base, functools.partial(TunerConfig, **options)), lr=1.0)
-    for change, options in CHANGES.items()
-    for base in ("sgd", "adamw")
+    for change, options in {**CHANGES, **FORMER_DEFAULTS}.items()
+    for base in BASES
 ]
 
 # Studies beyond the paper.
@@ -166,6 +173,21 @@ def _own_iterates(kind: str) -> Build:
     return build
 
 
+class _TowardsStart(torch.optim.AdamW):
+    """AdamW whose decay pulls to where the parameters started, not to zero."""
+
+    def __init__(self, params: Any, lr: float, pull: float) -> None:
+        super().__init__(params, lr=lr, weight_decay=0.0, fused=True)
+        self.pull = pull
+        self.start = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group, start in zip(self.param_groups, self.start, strict=True):
+            torch._foreach_lerp_(group["params"], start, min(1.0, group["lr"] * self.pull))
+        return super().step(closure)
+
+
 def _per_layer(name: str) -> Build:
     return lambda model, task, lr: Mechanic(base_class(name, task)(layer_groups(model), lr=lr))
 
@@ -175,6 +197,14 @@ STUDIES = [
         Contender(f"observing {every} / {base}", base, _ours(base), lr=1.0, observes_every=every)
         for every in (1, 4)
         for base in ("sgd", "adamw")
+    ),
+    *(
+        Contender(
+            f"towards start {pull} / adamw",
+            "adamw",
+            lambda model, task, lr, pull=pull: _TowardsStart(model.parameters(), lr, pull),
+        )
+        for pull in (0.1, 1.0)
     ),
     *(Contender(f"per layer / {base}", base, _per_layer(base), lr=1.0) for base in ("sgd", "adamw")),
     *(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.contenders import BASES, CONTENDERS, FLAT, OURS, PEERS, TUNED, VARIANTS, Contender
+from benchmarks.contenders import BASES, CHANGES, CONTENDERS, FLAT, OURS, PEERS, TUNED, Contender
 from benchmarks.tasks import (
     BATCHES,
     CONVEX,
@@ -49,25 +49,24 @@ SUITES = {
     "hard": _product(HARD, EVERYONE),
 }
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
-# Where a run takes a few seconds; what is forgotten is settled on all tasks.
-SUITES["defaults"] = _product([*CONVEX, TABULAR, *IMAGES[2:], GPT], VARIANTS)
+# Where a run takes a few seconds.
+SUITES["defaults"] = _product(
+    [*CONVEX, TABULAR, *IMAGES, GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]
+)
 
 
-def _named(*prefixes: str) -> list[Contender]:
-    """Of SGD and AdamW, where studies are made."""
-    return [
-        contender
-        for name, contender in CONTENDERS.items()
-        if name.startswith(prefixes) and contender.base in ("sgd", "adamw")
-    ]
+def _named(*prefixes: str, bases: Iterable[str] = ("adamw",)) -> list[Contender]:
+    return [c for name, c in CONTENDERS.items() if name.startswith(prefixes) and c.base in bases]
 
 
+_BOTH = ("sgd", "adamw")
 SUITES |= {
-    "few": _product(FEW, _named("sgd", "adamw", "mechanic ", "observing")),
-    "dropout": _product([GPT, *DROPOUT], _named("sgd", "adamw", "mechanic", "observing 1")),
-    "schedule-free": _product([TABULAR, *IMAGES, GPT], _named("tuned schedule-free", "mechanic schedule-free")),
-    "layers": _product([*IMAGES, *LANGUAGE], _named("per layer")),
-    "long": _product(LONG, _named("sgd", "adamw", "mechanic ", "variant forgetting")),
+    "few": _product(FEW, _named("adamw", "mechanic adamw", "observing")),
+    "dropout": _product([GPT, *DROPOUT], _named("adamw", "mechanic adamw", "mechanic-paper", "observing 1")),
+    "schedule-free": _product([TABULAR, *IMAGES[2:], GPT], _named("tuned schedule-free", "mechanic schedule-free")),
+    "layers": _product([*IMAGES, *LANGUAGE], _named("per layer", bases=_BOTH)),
+    "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
+    "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
 }
 
 

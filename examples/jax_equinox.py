@@ -23,7 +23,7 @@ def main() -> float:
     model = eqx.nn.MLP(64, 10, 32, depth=1, dtype=jnp.bfloat16, key=jax.random.key(0))
 
     schedule = optax.cosine_decay_schedule(1.0, STEPS // 2)
-    optimizer = optax.MultiSteps(mechanize(optax.adamw(schedule)), every_k_schedule=2)
+    optimizer = optax.MultiSteps(mechanize(optax.adamw(schedule), schedule=schedule), every_k_schedule=2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit

@@ -13,7 +13,8 @@ from sklearn.datasets import load_digits
 from mechanic.jax import mechanize, scale
 
 STEPS = 200
-OPTIMIZER = mechanize(optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1.0, 30, STEPS)))
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1.0, 30, STEPS)
+OPTIMIZER = mechanize(optax.adamw(SCHEDULE), schedule=SCHEDULE)
 
 
 class Classifier(nnx.Module):

@@ -38,8 +38,9 @@ def main() -> float:
         "last": jax.random.normal(keys[1], (32, 10)) / 32**0.5,
     }
 
-    base = optax.adamw(optax.cosine_decay_schedule(1.0, STEPS))
-    optimizer = mechanize(base, labels=LABELS)
+    schedule = optax.cosine_decay_schedule(1.0, STEPS)
+    base = optax.adamw(schedule)
+    optimizer = mechanize(base, schedule=schedule, labels=LABELS)
     params, state = train(params, optimizer, optimizer.init(params), *data, keys[2], PROBE)
     print("learned:", ", ".join(f"{name} at {float(s):.2g}" for name, s in scales(state).items()))
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-BASE_BETAS = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+OUR_BETAS = (0.99, 0.999, 0.9999, 0.99999, 0.999999)
+PAPERS_NUMBERS = {"betas": (0.9, *OUR_BETAS), "lam": 0.01, "s_init": 1e-8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Departures:
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
     guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
     forgetting: bool = True  # line 9: a part of Delta is let go while S is larger than ever
+    settling: bool = True  # after the guard: S goes lr / max lr of its way
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod
@@ -35,19 +37,19 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(relative_start=False, guard=False, forgetting=False)
+        return cls(relative_start=False, guard=False, forgetting=False, settling=False)
 
 
 class Oracle:
-    """Algorithm 1 around a base given as a function (x_t, g_t) -> u_t."""
+    """Algorithm 1 around a base, a function (x_t, g_t) -> u_t that has an ``lr`` by its step ``t``."""
 
     def __init__(
         self,
-        base: Callable[[Floats, Floats], Floats],
+        base: SGD | AdamW | Lion,
         x: npt.ArrayLike,
         *,
-        betas: tuple[float, ...] = BASE_BETAS,
-        lam: float = 0.01,
+        betas: tuple[float, ...] = OUR_BETAS,
+        lam: float = 0.001,
         s_init: float = 0.01,
         eps: float = 1e-8,
         own_iterates: bool = False,
@@ -62,6 +64,7 @@ class Oracle:
         self.delta = np.zeros_like(self.x)  # 3
         self.s = self.s_before = np.zeros(self.n)  # 4
         self.largest_delta = self.initial_norm = self.largest_scale = 0.0
+        self.largest_rate = 0.0
         self.t = 0
 
     @property
@@ -96,6 +99,10 @@ class Oracle:
         floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
         if d.guard and s.sum() < floor:
             s = s + (floor - s.sum()) / self.n
+        rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
+        self.largest_rate = max(self.largest_rate, rate)
+        if d.settling:
+            s = self.s + rate / self.largest_rate * (s - self.s)
         self.s_before, self.s = self.s, s
 
     def _kept_share(self) -> float:

@@ -29,8 +29,8 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, everywhere):
     model = base.model()
     optimizer = base.wrap(model)
     start = train_loss(model)
-    poisoned = bad_steps(rng, 60)
-    for step in range(60):
+    poisoned = bad_steps(rng, 100)
+    for step in range(100):
         optimizer.zero_grad()
         backward(model, step)
         if step in poisoned:

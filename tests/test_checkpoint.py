@@ -33,10 +33,10 @@ def trained():
 def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
     state_dict = trained[1].state_dict()
     group, state = state_dict["param_groups"][0], state_dict["state"][0]
-    assert group["mechanic_format"] == 2
+    assert group["mechanic_format"] == 3
     assert group["mechanic_row"] == 0
     assert group["mechanic_unit"] == 1e-3
-    assert group["mechanic_tuner"].shape == (9, 6)
+    assert group["mechanic_tuner"].shape == (10, 5)
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "mechanic_delta"}
     added = {key for key in group if key.startswith("mechanic_")}
     assert all(isinstance(group[key], (int, float, torch.Tensor)) for key in added)
@@ -46,7 +46,7 @@ def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
 def test_a_version_1_checkpoint_loads():
     saved = torch.load(VERSION_1, weights_only=True)
     model = mlp(hidden=2, seed=1)
-    optimizer = wrapped(model)
+    optimizer = wrapped(model, config={"betas": TunerConfig.paper().betas, "decay": 0.01})  # the defaults of its time
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     assert scale(optimizer) == saved["scale"] > 0
@@ -54,10 +54,24 @@ def test_a_version_1_checkpoint_loads():
     assert scale(optimizer) == pytest.approx(saved["scale_5_steps_later"], rel=1e-4)
 
 
+def test_a_version_2_checkpoint_goes_on_from_its_peak(trained):
+    model, optimizer = trained
+    former = copy.deepcopy(optimizer.state_dict())
+    for group in former["param_groups"]:
+        group.update(mechanic_format=2, mechanic_tuner=group["mechanic_tuner"][:-1])
+    twin = copy.deepcopy(model)
+    resumed = wrapped(twin)
+    resumed.load_state_dict(former)
+    for continued, by in ((model, optimizer), (twin, resumed)):
+        by.param_groups[0]["lr"] = 1e-4
+        train(continued, by, 3, first=5)
+    assert same_bits(snapshot(model, optimizer), snapshot(twin, resumed))
+
+
 def test_a_newer_format_is_refused(trained):
     state_dict = copy.deepcopy(trained[1].state_dict())
-    state_dict["param_groups"][0]["mechanic_format"] = 3
-    with pytest.raises(ValueError, match="mechanic_format 3, this version reads up to 2; upgrade"):
+    state_dict["param_groups"][0]["mechanic_format"] = 4
+    with pytest.raises(ValueError, match="mechanic_format 4, this version reads up to 3; upgrade"):
         wrapped(mlp()).load_state_dict(state_dict)
 
 
@@ -67,7 +81,7 @@ def test_the_constructors_config_wins_but_the_betas_must_match(trained):
     assert optimizer.config == TunerConfig(decay=0.5)
     other = wrapped(mlp(), config={"betas": (0.9, 0.99)})
     with pytest.raises(
-        ValueError, match=r"param_groups\[0\] was tuned with betas \[0\.9, 0\.99, .* has \[0\.9, 0\.99\]"
+        ValueError, match=r"param_groups\[0\] was tuned with betas \[0\.99, 0\.999, .* has \[0\.9, 0\.99\]"
     ):
         other.load_state_dict(trained[1].state_dict())
 
@@ -148,7 +162,7 @@ def test_a_tuner_saved_where_there_is_no_float64_loads_where_there_is(trained):
 
 def test_a_newer_format_that_renames_its_keys_is_still_told_from_a_broken_one(trained):
     state_dict = copy.deepcopy(trained[1].state_dict())
-    state_dict["param_groups"][0]["mechanic_format"] = 3
+    state_dict["param_groups"][0]["mechanic_format"] = 4
     del state_dict["param_groups"][0]["mechanic_row"]
     with pytest.raises(ValueError, match="upgrade mechanic"):
         wrapped(mlp()).load_state_dict(state_dict)

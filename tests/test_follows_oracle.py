@@ -25,7 +25,11 @@ BASES = {
 }
 CONFIGS = {
     "default": (TunerConfig(), {}),
-    "paper": (TunerConfig.paper(), {"s_init": 1e-8, "departures": oracle.Departures.only_what_must_be()}),
+    "paper": (
+        TunerConfig.paper(),
+        {**oracle.PAPERS_NUMBERS, "departures": oracle.Departures.only_what_must_be()},
+    ),
+    "nothing settles": (TunerConfig(settle=False), {"departures": oracle.Departures(settling=False)}),
     "nothing forgotten": (TunerConfig(forgetting=0.0), {"departures": oracle.Departures(forgetting=False)}),
     "two betas": (
         TunerConfig(betas=(0.9, 0.999), decay=0.1, s_init=1e-3),

@@ -89,7 +89,7 @@ def test_labels_tune_parts_as_if_they_were_alone():
     for part, name in labels.items():
         assert scales(state)[name] == pytest.approx(float(scale(parts[part][1])), rel=1e-5)
     assert scales(state)["a"] != scales(state)["b"]
-    assert state.tuner.scales.shape == (2, 6)
+    assert state.tuner.scales.shape == (2, 5)
 
 
 def test_labels_may_be_a_function():
@@ -264,7 +264,7 @@ def test_a_frozen_state_goes_on_at_the_learned_scale_without_delta(around, dtype
     params, state = train(mlp(hidden=4, dtype=dtype), optimizer, 10)
     frozen = freeze(state)
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
-    delta, tuner = 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), 4 * 6 * len(TunerState._fields)
+    delta, tuner = 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), 4 * 5 * len(TunerState._fields)
     assert saved == delta + tuner
     trained, after = train(params, optimizer, 20, state=frozen)
     assert stepper(optimizer)._cache_size() == 2  # one before, one after

@@ -53,6 +53,28 @@ def test_learning_rates_a_power_of_two_apart_give_the_same_bits(name):
     assert same_bits(courses[0], courses[2])
 
 
+@pytest.mark.parametrize("name", sorted({"AdamW", "SGD momentum", "Lion", "SOAP", "AdamW tensor lr"} & set(BY_NAME)))
+def test_at_a_learning_rate_of_zero_nothing_moves(name):
+    model = BY_NAME[name].model()
+    optimizer = BY_NAME[name].wrap(model)
+    train(model, optimizer, 20)
+    before = [torch.tensor(scale(optimizer)), *(p.detach().clone() for p in model.parameters())]
+    for group in optimizer.param_groups:
+        group["lr"] *= 0
+    train(model, optimizer, 5, first=20)
+    assert same_bits(before, [torch.tensor(scale(optimizer)), *(p.detach() for p in model.parameters())])
+
+
+def test_the_scale_goes_on_while_one_group_of_its_tuner_does():
+    model = BY_NAME["SGD"].model()
+    optimizer = Mechanic(torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=1.0))
+    train(model, optimizer, 20)
+    before = scale(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, 1, first=20)
+    assert scale(optimizer) != before
+
+
 def test_ratios_between_groups_of_one_tuner_stay():
     model = BY_NAME["SGD"].model()
     groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-4}]

@@ -20,7 +20,7 @@ def random_sums(rng, tuners=3):
 
 
 def play(config, sums, tuners=3, state=None):
-    state = state or TunerState(*np.zeros((8, tuners, len(config.betas))))
+    state = state or TunerState(*np.zeros((9, tuners, len(config.betas))))
     for row in sums:
         state = update(state, row, np.array(config.betas), config, np)
     return state
@@ -39,13 +39,14 @@ def as_jax(array):
 def test_every_framework_agrees_with_numpy(config, module, convert):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        state = TunerState(*np.zeros((8, 3, len(config.betas))))
+        state = TunerState(*np.zeros((9, 3, len(config.betas))))
         twin = TunerState(*(convert(array) for array in state))
         betas = np.array(config.betas)
         for _ in range(50):
             sums = random_sums(rng)
-            state = update(state, sums, betas, config, np)
-            twin = update(twin, convert(sums), convert(betas), config, module)
+            rate = rng.uniform(size=3)
+            state = update(state, sums, betas, config, np, rate)
+            twin = update(twin, convert(sums), convert(betas), config, module, convert(rate))
             for array, other in zip(state, twin, strict=True):
                 np.testing.assert_allclose(np.asarray(other), array, rtol=1e-12)
     assert (total_scale(state, np) > 0).all()
@@ -54,7 +55,7 @@ def test_every_framework_agrees_with_numpy(config, module, convert):
 def test_it_compiles_in_jax():
     config = TunerConfig()
     compiled = jax.jit(lambda state, sums: update(state, sums, jnp.asarray(config.betas), config, jnp))
-    state = TunerState(*jnp.zeros((8, 1, 6)))
+    state = TunerState(*jnp.zeros((9, 1, 5)))
     for _ in range(3):
         state = compiled(state, jnp.asarray([[-1.0, 0.0, 1.0, 4.0, 1.0]]))
     assert compiled._cache_size() == 1
@@ -110,9 +111,23 @@ def test_the_guard_lets_the_scale_fall_by_half_at_most():
 
 def test_the_guard_does_not_hold_the_scale_up_where_delta_outgrows_it():
     # A warm-up after a flat start: Delta grows tenfold, and the step that S was right for is now far too long.
-    state = play(TunerConfig(), [np.array([[-1.0, 0, 1, 1, 1]])] * 3, tuners=1)
+    state = play(TunerConfig(), [np.array([[-1.0, 0, 1, 1, 1]])] * 5, tuners=1)
     struck = play(TunerConfig(), [np.array([[1e3, 0, 1e6, 1, 100]])], tuners=1, state=state)
     assert (total_scale(struck, np) / total_scale(state, np)).item() == pytest.approx(0.05)
+
+
+def test_the_scale_goes_as_far_as_the_learning_rate_lets_it():
+    rng, betas, config = np.random.default_rng(4), np.array(TunerConfig().betas), TunerConfig()
+    state = TunerState(*np.zeros((9, 3, len(betas))))
+    for _ in range(10):
+        state = update(state, random_sums(rng), betas, config, np, np.full(3, 7.0))
+    sums = random_sums(rng)
+    scale, wanted = (total_scale(s, np) for s in (state, update(state, sums, betas, config, np, np.full(3, 7.0))))
+    for share in (0.0, 0.25, 1.0):
+        settled = update(state, sums, betas, config, np, np.full(3, share * 7.0))
+        np.testing.assert_allclose(total_scale(settled, np), scale + share * (wanted - scale), rtol=1e-12)
+    risen = update(state, sums, betas, config, np, np.full(3, 14.0))
+    np.testing.assert_array_equal(total_scale(risen, np), wanted)
 
 
 def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units():

@@ -42,6 +42,8 @@ class TunerConfig:
         guard: let the parameters fall back by at most half their way per step, so that one bad batch cannot undo a run.
         forgetting: while S is larger than ever, let go of what was moved at a smaller one: of up to this many
             parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does.
+        settle: where the learning rate has fallen to a part of its peak, let S go only that part of its way, so that
+            the schedule calms all movement. Without it a learning rate of 0 still moves the parameters.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
@@ -50,13 +52,14 @@ class TunerConfig:
         1e-08
     """
 
-    betas: tuple[float, ...] = (0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+    betas: tuple[float, ...] = (0.99, 0.999, 0.9999, 0.99999, 0.999999)
     s_init: float = 0.01
     relative_start: bool = True
-    decay: float = 0.01
+    decay: float = 0.001
     eps: float = 1e-8
     guard: bool = True
     forgetting: float = 4.0
+    settle: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
@@ -71,12 +74,20 @@ class TunerConfig:
 
     @classmethod
     def paper(cls) -> TunerConfig:
-        """The published algorithm: an absolute first scale of 1e-8, no guard, and nothing forgotten.
+        """The published algorithm: its betas and decay, an absolute first scale of 1e-8, and none of what was added.
 
         What stays is what the printed text cannot run without: ``|h|`` in the running maximum, the
         reward of the scale in force, and a stored Delta.
         """
-        return cls(s_init=1e-8, relative_start=False, guard=False, forgetting=0.0)
+        return cls(
+            betas=(0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999),
+            s_init=1e-8,
+            relative_start=False,
+            decay=0.01,
+            guard=False,
+            forgetting=0.0,
+            settle=False,
+        )
 
     @classmethod
     def of(cls, config: TunerConfig | Mapping[str, Any] | None) -> TunerConfig:
@@ -104,6 +115,7 @@ class TunerState(NamedTuple):
     largest_delta: Array  # max |Delta_k| over k <= t
     largest_scale: Array  # max S_k over k <= t
     steps: Array  # t, of those that had feedback
+    largest_rate: Array  # max learning rate so far; 0 where none was told
 
 
 def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
@@ -127,7 +139,9 @@ def total_scale(state: TunerState, xp: Any) -> Array:
     return xp.sum(state.scales, -1)
 
 
-def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp: Any) -> TunerState:
+def update(
+    state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp: Any, rate: Array | None = None
+) -> TunerState:
     """One step of every tuner.
 
     Args:
@@ -136,6 +150,7 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
         betas: ``config.betas`` as an array, [n] or [tuners, n].
         config: see :class:`TunerConfig`.
         xp: the array module the arrays belong to.
+        rate: [tuners] or [], the learning rate that the base is going to step with, in whatever unit.
 
     Returns:
         The tuners after the step. A row whose gradient is zero, or whose sums are not finite, is
@@ -144,7 +159,7 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
     Example:
         >>> import numpy as np
         >>> config = TunerConfig()
-        >>> state = TunerState(*np.zeros((8, 1, 6)))
+        >>> state = TunerState(*np.zeros((9, 1, 5)))
         >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
         >>> state = update(state, sums, np.array(config.betas), config, np)
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
@@ -180,8 +195,16 @@ def update(state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp
         fallen = scale / 2 * grown - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
+    largest_rate = state.largest_rate
+    if rate is not None:
+        rate = rate.reshape(-1, 1)
+        largest_rate = xp.maximum(largest_rate, rate)
+        if config.settle:
+            pace = xp.where(largest_rate > 0, rate / xp.where(largest_rate > 0, largest_rate, 1.0), 1.0)
+            scales = state.scales + pace * (scales - state.scales)
+
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale
-    proposed = TunerState(largest_feedback, variance, reward, scales, *sizes, state.steps + 1)
+    proposed = TunerState(largest_feedback, variance, reward, scales, *sizes, state.steps + 1, largest_rate)
     usable = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback**2) & (grad_sq > 0)
     return TunerState(*(xp.where(usable, new, old) for new, old in zip(proposed, state, strict=True)))

@@ -25,6 +25,7 @@ def mechanize(
     *,
     config: TunerConfig | Mapping[str, Any] | None = None,
     unit: float | jax.Array = 1.0,
+    schedule: optax.Schedule | None = None,
     labels: PyTree | Callable[[PyTree], PyTree] | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -42,6 +43,7 @@ def mechanize(
         base: any transformation whose updates are added to the parameters.
         config: a :class:`mechanic.TunerConfig` or a dict of its fields.
         unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule.
+        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls.
         labels: which parameters are tuned apart: a pytree prefix of them with a name at every leaf, or a function
             from the parameters to one, as for ``optax.partition``. Without it all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are cut.
@@ -143,7 +145,10 @@ def mechanize(
         # [tuners, 5], and a column for the gradients where they are not the feedback
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
-        tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp)
+        rate = None
+        if schedule is not None:  # asked as the base asks it: with one count, an integer
+            rate = jnp.asarray(schedule(jnp.max(state.tuner.steps).astype(jnp.int32)), dtype)
+        tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.

@@ -10,9 +10,9 @@ where                key                         what
 ``state[p]``         ``mechanic_delta``          Delta, shaped and placed like p, at least float32;
                                                  none once the scale is frozen
 ``state[p]``         ``mechanic_residual``       of half-precision p only: what rounding cut off
-``param_groups[i]``  ``mechanic_format``         2, the number of this layout
+``param_groups[i]``  ``mechanic_format``         3, the number of this layout
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``          [9, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_tuner``          [10, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``           the learning rate that counts as 1
 ``param_groups[i]``  ``mechanic_frozen``         S, where it has been frozen
 ``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, where any was
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-FORMAT = 2
-"""1 had a tuner of seven rows, without the largest S so far and the number of steps."""
+FORMAT = 3
+"""1 had a tuner of seven rows, without the largest S so far and the number of steps; 2 had no largest learning rate."""
 
 DELTA = "mechanic_delta"
 RESIDUAL = "mechanic_residual"
@@ -58,11 +58,15 @@ def upgraded(state_dict: StateDict) -> StateDict:
     """A shallow copy in today's format. A run from before anything was forgotten goes on without forgetting."""
     groups = []
     for group in state_dict["param_groups"]:
-        if int(group.get("mechanic_format", FORMAT)) == 1:
-            tuner = group["mechanic_tuner"]  # [7, n], the scales in row 4
-            largest_scale = torch.full_like(tuner[:1], float(tuner[4].sum()))
-            many_steps = torch.full_like(tuner[:1], 1e9)
-            tuner = torch.cat([tuner, largest_scale, many_steps])
+        saved = int(group.get("mechanic_format", FORMAT))
+        if saved < FORMAT:
+            tuner = group["mechanic_tuner"]  # the scales in row 4
+            if saved == 1:
+                largest_scale = torch.full_like(tuner[:1], float(tuner[4].sum()))
+                many_steps = torch.full_like(tuner[:1], 1e9)
+                tuner = torch.cat([tuner, largest_scale, many_steps])
+            largest_rate = torch.full_like(tuner[:1], float(group["mechanic_unit"]))
+            tuner = torch.cat([tuner, largest_rate])
             group = {**group, "mechanic_format": FORMAT, "mechanic_tuner": tuner}
         groups.append(group)
     return {**state_dict, "param_groups": groups}

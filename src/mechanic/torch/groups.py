@@ -117,7 +117,7 @@ def rows_of(groups: list[Group]) -> dict[int, int]:
 
 
 def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
-    """[tuners, 9, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
+    """[tuners, 10, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
     device = device or groups[0]["mechanic_tuner"].device
     rows, dtype = {}, tuner_dtype(device)
     for group in groups:
@@ -126,6 +126,24 @@ def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
             group["mechanic_tuner"] = tuner.to(device, dtype)
         rows[group["mechanic_row"]] = group["mechanic_tuner"]
     return torch.stack([rows[row] for row in sorted(rows)])
+
+
+def read_rates(groups: list[Group], like: Tensor) -> Tensor:
+    """Of every tuner the learning rate now, [tuners]: the largest among its groups."""
+    index = rows_of(groups)
+    rates: list[list[Any]] = [[] for _ in index]
+    for group in groups:
+        rates[index[group["mechanic_row"]]].append(group.get("lr"))
+    return torch.stack([_largest(known, like) for known in rates])
+
+
+def _largest(rates: list[Any], like: Tensor) -> Tensor:
+    """Of numbers and tensors, 0-dim; without a wait for the device."""
+    tensors = [rate.to(like) for rate in rates if isinstance(rate, Tensor)]
+    numbers = [float(rate) for rate in rates if rate is not None and not isinstance(rate, Tensor)]
+    if numbers or not tensors:
+        tensors.append(like.new_full((), max(numbers, default=1.0)))
+    return torch.stack(tensors).amax()
 
 
 def write_tuners(groups: list[Group], tuners: Tensor) -> None:

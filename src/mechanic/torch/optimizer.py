@@ -194,7 +194,7 @@ class Mechanic(Optimizer):
         elif not whole:
             for bucket in buckets:
                 bucket.discard_grads_unless(finite)
-        tuned = update(tuner, sums, betas, self.config, torch)
+        tuned = update(tuner, sums, betas, self.config, torch, groups.read_rates(self.param_groups, like=tuner.scales))
         scale, new_scale = total_scale(tuner, torch), total_scale(tuned, torch)  # S, S', [tuners]
 
         kept = kept_share(tuner, tuned, self.config, torch)
