@@ -112,7 +112,8 @@ def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
 def test_two_steps_in_one_program_are_two_steps():
     """Between them XLA may keep a parameter in more bits than it has.
 
-    Nothing is forgotten here: of k Delta + u XLA may round the product in one program and not in the other.
+    Nothing is forgotten here: of k Delta + u XLA may round the product in one program and not in the other. So it may
+    in the tuner, of which S is compared.
     """
     optimizer, params = (
         mechanize(optax.sgd(1.0), config={"forgetting": 0.0}),
@@ -129,12 +130,13 @@ def test_two_steps_in_one_program_are_two_steps():
     for _ in range(6):
         apart = jax.jit(once)(apart)
     thrice = jax.jit(lambda carry: once(once(once(carry))))
-    assert same_bits(thrice(thrice(start)), apart)
+    together, apart = ((params, state._replace(tuner=None)) for params, state in (thrice(thrice(start)), apart))
+    assert same_bits(together, apart)
 
 
 @pytest.mark.parametrize(
     ("lr", "dtype", "width"),
-    [(1e-4, jnp.float32, 32), (1e-3, jnp.bfloat16, 4), (1.0, jnp.float16, 32)],
+    [(1e-4, jnp.float32, 32), (1e-3, jnp.bfloat16, 8), (1.0, jnp.float16, 32)],
     ids=["float32, sgd at 1e-4", "bfloat16, small, sgd at 1e-3", "float16, sgd at 1"],
 )
 def test_it_trains_where_optaxs_mechanize_stands_still(lr, dtype, width):
