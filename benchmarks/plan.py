@@ -51,7 +51,7 @@ SUITES = {
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
 # Where a run takes a few seconds.
 SUITES["defaults"] = _product(
-    [*CONVEX, TABULAR, *IMAGES, GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]
+    [*CONVEX, TABULAR, *IMAGES[2:], GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]
 )
 
 
@@ -63,7 +63,9 @@ _BOTH = ("sgd", "adamw")
 SUITES |= {
     "few": _product(FEW, _named("adamw", "mechanic adamw", "observing")),
     "dropout": _product([GPT, *DROPOUT], _named("adamw", "mechanic adamw", "mechanic-paper", "observing 1")),
-    "schedule-free": _product([TABULAR, *IMAGES[2:], GPT], _named("tuned schedule-free", "mechanic schedule-free")),
+    "schedule-free": _product(
+        [TABULAR, *IMAGES[2:], *LANGUAGE], _named("tuned schedule-free", "mechanic schedule-free")
+    ),
     "layers": _product([*IMAGES, *LANGUAGE], _named("per layer", bases=_BOTH)),
     "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
