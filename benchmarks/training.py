@@ -42,9 +42,10 @@ def batches(task: Task, seed: int, rows: Tensor | None = None) -> Iterator[tuple
     generator = torch.Generator().manual_seed(seed)
     train = task.data().train
     rows = torch.arange(len(train[0])) if rows is None else rows
+    size = min(task.batch, len(rows))
     while True:
         order = rows[torch.randperm(len(rows), generator=generator)]
-        for chosen in order[: len(order) // task.batch * task.batch].split(task.batch):
+        for chosen in order[: len(order) // size * size].split(size):
             yield task.prepare(tuple(part[chosen] for part in train), generator)
 
 

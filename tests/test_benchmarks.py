@@ -22,7 +22,7 @@ from benchmarks import plan, report
 from benchmarks.contenders import BASES, CONTENDERS
 from benchmarks.recordbook import RecordBook, run_of
 from benchmarks.tasks import TASKS
-from benchmarks.training import EVALUATED_AT, Run, evaluate, measure, train_plainly, training
+from benchmarks.training import EVALUATED_AT, Run, batches, evaluate, measure, train_plainly, training
 from mechanic.torch import Mechanic
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +77,14 @@ def test_training_goes_the_same_way_whether_it_is_evaluated_or_not():
     undisturbed = train_plainly(task, functools.partial(torch.optim.AdamW, lr=1e-3), seed=0)
     for found, expected in zip(evaluated.parameters(), undisturbed.parameters(), strict=True):
         assert found.equal(expected)
+
+
+@needs_data
+def test_few_rows_are_of_every_class_and_make_a_small_batch_where_they_must():
+    few = TASKS["cnn-mnist-500"]
+    assert len(few.data().train[1].unique()) == 10
+    _, targets = next(batches(few, seed=0, rows=torch.arange(50)))
+    assert len(targets) == 50 < few.batch
 
 
 def record_of(run, loss):
