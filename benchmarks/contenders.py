@@ -155,8 +155,9 @@ FORMER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 VARIANTS = [
     Contender(f"variant {change} / {base}", base, _ours(base, functools.partial(TunerConfig, **options)), lr=1.0)
-    for change, options in {**CHANGES, **FORMER_DEFAULTS}.items()
-    for base in BASES
+    for changes, bases in ((CHANGES, ("sgd", "adamw")), (FORMER_DEFAULTS, BASES))
+    for change, options in changes.items()
+    for base in bases
 ]
 
 # Studies beyond the paper.
