@@ -121,6 +121,7 @@ def summary(results: Results, key: str = "train_loss") -> str:
                 label,
                 len(values),
                 percent(statistics.mean(values)),
+                percent(statistics.mean(max(value, 0.0) for value in values)),
                 percent(statistics.mean(ours[pair] for pair in shared)) if shared else "",
                 percent(statistics.median(values)),
                 f"{percent(found[worst])} ({worst[0]}, {BASES[worst[1]]})",
@@ -129,7 +130,7 @@ def summary(results: Results, key: str = "train_loss") -> str:
             ]
         )
     return table(
-        ["", "cases", "mean ρ %", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %"],
+        ["", "cases", "mean ρ %", "gains as 0", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %"],
         rows,
     )
 
@@ -359,8 +360,8 @@ def layers(results: Results) -> str:
 
 
 def long(results: Results) -> str:
-    names = {"variant before forgetting /": "nothing forgotten", "variant before settling /": "and nothing settled"}
-    names |= {"mechanic": "defaults"}
+    names = {"variant before forgetting /": "before forgetting", "variant before settling /": "before settling"}
+    names |= {"mechanic": "now"}
     rows = [
         [
             f"{task}, {BASES[base]}",
