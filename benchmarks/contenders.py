@@ -134,7 +134,6 @@ PEERS = [
 ]
 
 # Each of ours' defaults changed alone, to see what it is worth.
-_PAPERS_NUMBERS = {"betas": TunerConfig.paper().betas, "decay": TunerConfig.paper().decay}
 CHANGES: dict[str, dict[str, Any]] = {
     "s_init=.001 relative": {"s_init": 0.001},
     "s_init=.1 relative": {"s_init": 0.1},
@@ -149,6 +148,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "one beta .9999": {"betas": (0.9999,)},
 }
 # Several at once: what the defaults were on the way, so that every choice can be retraced.
+_PAPERS_NUMBERS = {"betas": TunerConfig.paper().betas, "decay": TunerConfig.paper().decay}
 FORMER_DEFAULTS: dict[str, dict[str, Any]] = {
     "before settling": {**_PAPERS_NUMBERS, "settle": False},
     "before forgetting": {**_PAPERS_NUMBERS, "settle": False, "forgetting": 0.0},

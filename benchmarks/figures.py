@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.plan import final
-from benchmarks.report import FAMILIES, Results, members
+from benchmarks.results import FAMILIES, Results, members
 
 # Okabe and Ito's colours, which all eyes tell apart.
 STYLES = {

@@ -5,103 +5,16 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import studies
 from benchmarks.contenders import CHANGES
 from benchmarks.plan import final
 from benchmarks.recordbook import RecordBook
-from benchmarks.tasks import CPU, DROPOUT, FEW, FINE_TUNING, GPT, HARD, IMAGES, LANGUAGE, LONG, TABULAR, Task
-from benchmarks.training import Run
-
-BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
-FAMILIES = {  # by the first word of a contender's name
-    "mechanic": "Mechanic",
-    "mechanic-paper": "Mechanic, paper preset",
-    "mechanic-pytorch": "mechanic-pytorch",
-    "d-adaptation": "D-Adaptation",
-    "prodigy": "Prodigy",
-    "dog": "DoG, averaged",
-    "schedule-free": "Schedule-Free, default lr",
-    "prodigy-plus-schedule-free": "Prodigy + Schedule-Free",
-}
-ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"}  # measured against one base
-
-
-class Results:
-    """Questions to the records."""
-
-    def __init__(self, records: dict[Run, dict[str, Any]], seeds: int = 3) -> None:
-        self.records, self.seeds = records, seeds
-        self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-        for run in sorted(records):
-            self._runs[run.task, run.contender][run.lr].append(records[run])
-
-    def tasks(self) -> list[str]:
-        """Those of the suite that have records; others are studies of their own."""
-        found = {task for task, _ in self._runs}
-        return [task.name for task in CPU if task.name in found]
-
-    def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
-        return [record for records in self.runs(task, contender).values() for record in records]
-
-    def runs(self, task: str, contender: str) -> dict[float, list[dict[str, Any]]]:
-        """By learning rate, one record per seed."""
-        return self._runs.get((task, contender), {})
-
-    @functools.cache  # noqa: B019 - lives as long as the report
-    def tuned(self, task: str, base: str, key: str) -> tuple[float, list[float]] | None:
-        """The best learning rate of those run on every seed, and its final losses by seed."""
-        by_lr = {
-            lr: [final(record, key) for record in records]
-            for lr, records in self.runs(task, base).items()
-            if len(records) >= self.seeds
-        }
-        return min(by_lr.items(), key=lambda item: statistics.mean(item[1])) if by_lr else None
-
-    def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
-        """By seed: 0 is the tuned base, 1 has learned nothing; also where a run broke off."""
-        best = self.tuned(task, base, key)
-        if best is None:
-            return []
-        tuned, start = statistics.mean(best[1]), self.initial(task, key)
-        finals = [final(record, key) for record in self.records_of(task, contender)]
-        return [min(1.0, (loss - tuned) / (start - tuned)) for loss in finals]
-
-    @functools.cache  # noqa: B019
-    def initial(self, task: str, key: str) -> float:
-        values = [r["curve"][key][0] for run, r in self.records.items() if run.task == task and r["curve"].get(key)]
-        return statistics.mean(values)
-
-    def family(self, name: str, key: str = "train_loss") -> dict[tuple[str, str], float]:
-        """Mean rho of a family's contenders, by task and base."""
-        found = {}
-        for base, contender in members(name).items():
-            for task in self.tasks():
-                if values := self.rho(task, contender, base, key):
-                    found[task, base] = statistics.mean(values)
-        return found
-
-
-def members(family: str) -> dict[str, str]:
-    """Its contenders, by the base they are measured against."""
-    if family in ALONE:
-        return {ALONE[family]: family}
-    # D-Adaptation's Lion is an experiment, as its authors say, and diverges nearly everywhere here.
-    return {base: f"{family} {base}" for base in BASES if (family, base) != ("d-adaptation", "lion")}
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}"
-
+from benchmarks.results import BASES, FAMILIES, Results, members, percent, table
+from benchmarks.tasks import HARD
 
 # Tables, by the name under which a page asks for them.
 
@@ -267,120 +180,6 @@ def defaults(results: Results) -> str:
     return table(["", "SGD: mean ρ %", "worst", "AdamW: mean ρ %", "worst"], rows)
 
 
-# What is forgotten was chosen on these, and settling on more; each is settled on the others.
-CHOSEN_ON = {f"convex-{name}" for name in ("glass", "dna", "usps")}
-CHOSEN_ON |= {"mlp-fashion", "mlp-adult", "cnn-mnist", "lstm-tatoeba"}
-SETTLING_CHOSEN_ON = CHOSEN_ON | {"resnet-cifar10", "resnet-cifar100"}
-SETTLING_CHOSEN_ON |= {f"convex-{name}" for name in ("vehicle", "iris", "wine", "sensorless", "cifar100_histograms")}
-
-
-def choice(results: Results, without: str, ours: str, chosen_on: set[str]) -> str:
-    """A default before and after, on the tasks that had no part in the choice."""
-    rows, means = [], defaultdict(list)
-    for task in results.tasks():
-        cells = []
-        for base in ("sgd", "adamw"):
-            pair = [results.rho(task, f"{name} {base}", base) for name in (without, ours)]
-            if task in chosen_on or not all(pair):
-                continue
-            before, after = map(statistics.mean, pair)
-            cells.append(f"{percent(before)} → {percent(after)}")
-            means[base].append((before, after))
-        if cells:
-            rows.append([task, *cells])
-    mean = [" → ".join(percent(statistics.mean(side)) for side in zip(*pairs, strict=True)) for pairs in means.values()]
-    return table(["", "SGD with momentum", "AdamW"], [*rows, ["mean", *mean]])
-
-
-# Studies beyond the paper.
-
-
-def _mean_final(results: Results, task: str, contender: str, key: str) -> float:
-    """Over the seeds; of the best learning rate, where there are several."""
-    best = results.tuned(task, contender, key)
-    return statistics.mean(best[1]) if best else float("nan")
-
-
-def _having(results: Results, contender: str, tasks: Iterable[Task]) -> list[str]:
-    return [task.name for task in tasks if results.runs(task.name, contender)]
-
-
-def held_out(results: Results) -> str:
-    """Test losses, and how much of the gap to a learning rate tuned on them is closed."""
-    rows = []
-    for task in _having(results, "observing 4 / adamw", FEW):
-        names = ("adamw", "mechanic adamw", "observing 1 / adamw", "observing 4 / adamw")
-        tuned, ours, *observing = (_mean_final(results, task, name, "test_loss") for name in names)
-        closed = (f"{found:.3f} ({100 * (ours - found) / (ours - tuned):.0f} %)" for found in observing)
-        learned = statistics.mean(
-            final(record, "train_accuracy") for record in results.records_of(task, "mechanic adamw")
-        )
-        rows.append([task, percent(learned), f"{tuned:.3f}", f"{ours:.3f}", *closed])
-    return table(
-        ["", "train accuracy %", "tuned on the test loss", "Mechanic", "observing every step", "every fourth"], rows
-    )
-
-
-def dropout(results: Results) -> str:
-    """Rho with AdamW, task by task."""
-    rows = []
-    order = [GPT, *DROPOUT[:3], *FINE_TUNING[:2], *DROPOUT[3:], *FINE_TUNING[2:4]]
-    for task in _having(results, "mechanic adamw", order):
-        names = ("mechanic-paper adamw", "mechanic adamw", "observing 1 / adamw")
-        found = (results.rho(task, name, "adamw") for name in names)
-        rows.append([task, *(percent(statistics.mean(values)) if values else "" for values in found)])
-    return table(["", "paper preset", "Mechanic", "observing"], rows)
-
-
-def schedule_free(results: Results) -> str:
-    """On test data, against Schedule-Free tuned on it and, as ours is, on train data."""
-    rows = []
-    tuned, ours = "tuned schedule-free / adamw", "mechanic schedule-free / adamw"
-    for task in _having(results, ours, [TABULAR, *IMAGES[2:], *LANGUAGE]):
-        on_test, on_train = (results.tuned(task, tuned, key)[0] for key in ("test_loss", "train_loss"))
-        losses = [
-            statistics.mean(final(record, "test_loss") for record in records)
-            for records in (results.runs(task, tuned)[on_test], results.runs(task, tuned)[on_train])
-        ]
-        reached = _mean_final(results, task, ours, "test_loss")
-        cells = (f"{loss:.4f} ({100 * (reached / loss - 1):+.1f} %)" for loss in losses)
-        rows.append([task, f"{reached:.4f}", *cells])
-    return table(["test loss", "Mechanic(Schedule-Free)", "tuned on the test loss", "tuned on the train loss"], rows)
-
-
-def layers(results: Results) -> str:
-    rows = []
-    for task in _having(results, "per layer / adamw", [*IMAGES, *LANGUAGE]):
-        cells = []
-        for base in ("sgd", "adamw"):
-            pair = (results.rho(task, name, base) for name in (f"mechanic {base}", f"per layer / {base}"))
-            cells.append(" → ".join(percent(statistics.mean(values)) if values else "" for values in pair))
-        rows.append([task, *cells])
-    return table(["one scale → one per layer", "SGD with momentum", "AdamW"], rows)
-
-
-def long(results: Results) -> str:
-    names = {"variant before forgetting /": "before forgetting", "variant before settling /": "before settling"}
-    names |= {"mechanic": "now"}
-    rows = [
-        [
-            f"{task}, {BASES[base]}",
-            *(f"{_mean_final(results, task, f'{name} {base}', 'train_loss'):.4f}" for name in names),
-        ]
-        for task in _having(results, "mechanic adamw", LONG)
-        for base in ("sgd", "adamw")
-    ]
-    return table(["train loss after 2000 steps", *names.values()], rows)
-
-
-def towards_start(results: Results) -> str:
-    rows = []
-    for task in _having(results, "towards start 1.0 / adamw", [*IMAGES[2:], GPT]):
-        names = ("adamw", "towards start 0.1 / adamw", "towards start 1.0 / adamw", "mechanic adamw")
-        rows.append([task, *(f"{_mean_final(results, task, name, 'train_loss'):.4f}" for name in names)])
-    return table(["train loss", "AdamW, tuned", "pulled by 0.1, tuned", "pulled by 1, tuned", "Mechanic"], rows)
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "summary-test": functools.partial(summary, key="test_loss"),
@@ -392,18 +191,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "flatness": flatness,
     "hard": hard,
     "defaults": defaults,
-    "forgetting": functools.partial(
-        choice, without="variant before forgetting /", ours="variant before settling /", chosen_on=CHOSEN_ON
-    ),
-    "settling": functools.partial(
-        choice, without="variant before settling /", ours="mechanic", chosen_on=SETTLING_CHOSEN_ON
-    ),
-    "held-out": held_out,
-    "dropout": dropout,
-    "schedule-free": schedule_free,
-    "layers": layers,
-    "long": long,
-    "towards-start": towards_start,
+    **studies.TABLES,
 }
 
 

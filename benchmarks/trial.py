@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from benchmarks.recordbook import RecordBook
-from benchmarks.report import table
+from benchmarks.results import table
 from benchmarks.training import Run, versions
 from mechanic.torch import Mechanic
 

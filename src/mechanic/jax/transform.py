@@ -146,7 +146,7 @@ def mechanize(
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
         rate = None
-        if schedule is not None:  # asked as the base asks it: with one count, an integer
+        if schedule is not None:  # asked as the base asks it, for one integer; steps without feedback do not count here
             rate = jnp.asarray(schedule(jnp.max(state.tuner.steps).astype(jnp.int32)), dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]

@@ -1,0 +1,99 @@
+"""Questions to the records, and how answers are written down."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.plan import final
+from benchmarks.tasks import CPU
+from benchmarks.training import Run
+
+BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
+FAMILIES = {  # by the first word of a contender's name
+    "mechanic": "Mechanic",
+    "mechanic-paper": "Mechanic, paper preset",
+    "mechanic-pytorch": "mechanic-pytorch",
+    "d-adaptation": "D-Adaptation",
+    "prodigy": "Prodigy",
+    "dog": "DoG, averaged",
+    "schedule-free": "Schedule-Free, default lr",
+    "prodigy-plus-schedule-free": "Prodigy + Schedule-Free",
+}
+ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"}  # measured against one base
+
+
+class Results:
+    """Questions to the records."""
+
+    def __init__(self, records: dict[Run, dict[str, Any]], seeds: int = 3) -> None:
+        self.records, self.seeds = records, seeds
+        self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        for run in sorted(records):
+            self._runs[run.task, run.contender][run.lr].append(records[run])
+
+    def tasks(self) -> list[str]:
+        """Those of the suite that have records; others are studies of their own."""
+        found = {task for task, _ in self._runs}
+        return [task.name for task in CPU if task.name in found]
+
+    def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
+        return [record for records in self.runs(task, contender).values() for record in records]
+
+    def runs(self, task: str, contender: str) -> dict[float, list[dict[str, Any]]]:
+        """By learning rate, one record per seed."""
+        return self._runs.get((task, contender), {})
+
+    @functools.cache  # noqa: B019 - lives as long as the report
+    def tuned(self, task: str, base: str, key: str) -> tuple[float, list[float]] | None:
+        """The best learning rate of those run on every seed, and its final losses by seed."""
+        by_lr = {
+            lr: [final(record, key) for record in records]
+            for lr, records in self.runs(task, base).items()
+            if len(records) >= self.seeds
+        }
+        return min(by_lr.items(), key=lambda item: statistics.mean(item[1])) if by_lr else None
+
+    def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
+        """By seed: 0 is the tuned base, 1 has learned nothing; also where a run broke off."""
+        best = self.tuned(task, base, key)
+        if best is None:
+            return []
+        tuned, start = statistics.mean(best[1]), self.initial(task, key)
+        finals = [final(record, key) for record in self.records_of(task, contender)]
+        return [min(1.0, (loss - tuned) / (start - tuned)) for loss in finals]
+
+    @functools.cache  # noqa: B019
+    def initial(self, task: str, key: str) -> float:
+        values = [r["curve"][key][0] for run, r in self.records.items() if run.task == task and r["curve"].get(key)]
+        return statistics.mean(values)
+
+    def family(self, name: str, key: str = "train_loss") -> dict[tuple[str, str], float]:
+        """Mean rho of a family's contenders, by task and base."""
+        found = {}
+        for base, contender in members(name).items():
+            for task in self.tasks():
+                if values := self.rho(task, contender, base, key):
+                    found[task, base] = statistics.mean(values)
+        return found
+
+
+def members(family: str) -> dict[str, str]:
+    """Its contenders, by the base they are measured against."""
+    if family in ALONE:
+        return {ALONE[family]: family}
+    # D-Adaptation's Lion is an experiment, as its authors say, and diverges nearly everywhere here.
+    return {base: f"{family} {base}" for base in BASES if (family, base) != ("d-adaptation", "lion")}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
