@@ -96,7 +96,8 @@ def test_a_bare_checkpoint_of_another_base_is_refused_or_steps(target):
         for trained in (False, True):
             found = how_bare_is_taken(target, bare.state_dict(), trained=trained)
             right = {"loads"} if source is target else {"loads", "refused"}
-            faults[f"{source.name} into {target.name}"] = None if found in right else found
+            where = "a running" if trained else "a new"
+            faults[f"{source.name} into {where} {target.name}"] = None if found in right else found
     assert_no_faults(faults)
 
 
