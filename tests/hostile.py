@@ -68,7 +68,7 @@ class Situation:
     def continued(self, trained):
         """Where the good checkpoint leads."""
         model, optimizer = self.loading(trained)
-        optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+        optimizer.load_state_dict(fresh(self.saved[1]))
         return self.go_on(model, optimizer)
 
     def go_on(self, model, optimizer):
@@ -131,7 +131,7 @@ def same(a, b):
     if type(a) is not type(b):
         return False
     if torch.is_tensor(a):
-        if a.shape != b.shape or a.dtype != b.dtype:
+        if a.dtype != b.dtype or (a.shape != b.shape and not a.numel() == b.numel() == 1):  # [] or [1]
             return False
         return a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)) if a.numel() else True
     if isinstance(a, dict):
@@ -139,6 +139,15 @@ def same(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b or (a != a and b != b)
+
+
+def fresh(value):
+    """A copy of a checkpoint, or of a part of one; some times faster than deepcopy."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: fresh(entry) for key, entry in value.items()}
+    return [fresh(entry) for entry in value] if isinstance(value, list) else value
 
 
 def tensors_of(model, optimizer):
