@@ -17,7 +17,7 @@ import torch
 
 SCRIPT = Path(__file__).with_name("kills.py")
 TIMEOUT = 120  # seconds, of one start
-LOADING = 0.05  # seconds, about
+LOADING = 0.02  # seconds, about
 PHASES = ("load", "gradient", "step", "save", "end")
 
 
