@@ -82,48 +82,62 @@ def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tenso
     """
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         for key, value in saved.items():
+            where = f"param_groups[{index}][{key!r}]"
+            if key in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
+                raise ValueError(f"{where} must be None, True or False, got {value!r}")
             if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_"):
-                _check_option(f"param_groups[{index}][{key!r}]", value, group[key])
+                _check_option(where, value, group[key])
     if not is_plain(state_dict):
         _check_complete(state_dict, groups)
         _check_groups(state_dict["param_groups"], groups)
         _check_tuners(state_dict["param_groups"], groups)
+    known = {key for key, _ in _saved_params(state_dict, groups)}
+    if expected and (strangers := [key for key in state_dict["state"] if key not in known]):
+        raise ValueError(f"state[{strangers[0]!r}] belongs to no parameter of the checkpoint's param_groups")
     for key, p in _saved_params(state_dict, groups):
         if entry := state_dict["state"].get(key):
             _check_state(f"state[{key!r}]", entry, p, expected.get(p, {}))
 
 
-def require_options(before: list[Group], after: list[Group]) -> None:
-    """Raise where loading has left out an option that the base's groups had: the checkpoint is another optimizer's."""
-    for index, (former, group) in enumerate(zip(before, after, strict=True)):
-        # A scheduler adds options to groups, so a checkpoint from before it was built lacks them.
-        added_later = ("initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS)
-        if missing := sorted(set(former) - set(group) - set(added_later)):
-            raise ValueError(
-                f"param_groups[{index}] of the checkpoint has no {', '.join(map(repr, missing))}; "
-                "is it the checkpoint of another optimizer?"
-            )
+def require_options(saved: list[Group], before: list[Group], after: list[Group]) -> None:
+    """Raise where an option of the base is missing from a checkpoint, unless the base has filled in the same value."""
+    # Schedulers and users add entries to groups, so a checkpoint from before them lacks those.
+    added_later = {"params", "initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS}
+    for index, (old, former, group) in enumerate(zip(saved, before, after, strict=True)):
+        own = {"d"} if not isinstance(former.get("d"), Tensor) else set()  # Adafactor's, a number
+        for key in sorted((set(former) & (own | set(former) - added_later)) - set(old)):
+            if key not in group or group[key] != former[key]:
+                raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
 
 
-def check_structure(state_dict: StateDict, groups: list[Group]) -> None:
+def check_structure(state_dict: Any, groups: list[Group]) -> None:
     """Raise where it is not an optimizer's state dict, or one with other groups or other numbers of parameters."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"the checkpoint must be an optimizer's state_dict, got {type(state_dict).__name__}")
     saved_groups, state = (state_dict.get(key) for key in ("param_groups", "state"))
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint's 'state' must be a dict, got {type(state).__name__}")
     if not (isinstance(saved_groups, list) and all(isinstance(group, dict) for group in saved_groups)):
         raise ValueError("the checkpoint's 'param_groups' must be a list of dicts")
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        if saved.get("mechanic_base", group["mechanic_base"]) != group["mechanic_base"]:
+            raise ValueError(
+                f"param_groups[{index}]['mechanic_base']: the checkpoint is of a Mechanic around "
+                f"{saved['mechanic_base']}, this one is around {group['mechanic_base']}"
+            )
     if len(saved_groups) != len(groups):
         raise ValueError(f"the checkpoint has {len(saved_groups)} param_groups, this optimizer has {len(groups)}")
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if not isinstance(saved.get("params"), list):
-            raise ValueError(f"param_groups[{index}]['params'] must be a list")
-        if (count := len(saved["params"])) != (here := len(group["params"])):
-            raise ValueError(
-                f"param_groups[{index}]['params'] has {count} parameters, this optimizer's group has {here}"
-            )
-    known = set(chain.from_iterable(group["params"] for group in saved_groups))
-    if strangers := [key for key in state if isinstance(key, int) and key not in known]:
-        raise ValueError(f"state[{strangers[0]}] belongs to no parameter of the checkpoint's param_groups")
+        params = saved.get("params")
+        if not (isinstance(params, list) and all(isinstance(key, int | str) for key in params)):
+            raise ValueError(f"param_groups[{index}]['params'] must be a list of numbers, got {params!r}")
+        if len(params) != (here := len(group["params"])):
+            raise ValueError(f"param_groups[{index}]['params'] has {len(params)} parameters, the group here has {here}")
+    for key, entry in state.items():
+        if isinstance(key, int) and not any(key in group["params"] for group in saved_groups):
+            raise ValueError(f"state[{key}] belongs to no parameter of the checkpoint's param_groups")
+        if any(key in group["params"] for group in saved_groups) and not isinstance(entry, dict):
+            raise ValueError(f"state[{key!r}] must be a dict, got {type(entry).__name__}")
 
 
 def _check_option(where: str, saved: Any, here: Any) -> None:
@@ -131,9 +145,12 @@ def _check_option(where: str, saved: Any, here: Any) -> None:
     if _is_number(here) and not isinstance(here, bool):
         if not _is_number(saved) or (math.isfinite(here) and not math.isfinite(saved)):
             raise ValueError(f"{where} must be a finite number, got {saved!r}")
-    elif isinstance(here, bool) or here is None:
+    elif isinstance(here, bool):
+        if saved not in (True, False) or isinstance(saved, Tensor):
+            raise ValueError(f"{where} must be True or False, got {saved!r}")
+    elif here is None:
         if not (saved is None or isinstance(saved, bool | str) or _is_number(saved)):
-            raise ValueError(f"{where} must be a flag, got {saved!r}")
+            raise ValueError(f"{where} is None here, got {saved!r}")
     elif isinstance(here, tuple | list):
         if not isinstance(saved, tuple | list) or len(saved) != len(here):
             raise ValueError(f"{where} must be {len(here)} values, got {saved!r}")
@@ -146,11 +163,6 @@ def _check_option(where: str, saved: Any, here: Any) -> None:
 def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         where = f"param_groups[{index}]"
-        if saved["mechanic_base"] != group["mechanic_base"]:
-            raise ValueError(
-                f"{where}['mechanic_base']: the checkpoint is of a Mechanic around {saved['mechanic_base']}, "
-                f"this one is around {group['mechanic_base']}"
-            )
         if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
             had, has = ("mechanic_own_iterates" in g for g in (saved, group))
             raise ValueError(
@@ -162,7 +174,7 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         _whole_number(f"{where}['mechanic_skipped']", saved.get("mechanic_skipped", 0))
         for key in ("mechanic_unit", "mechanic_frozen"):
             value = saved.get(key, 1.0)
-            if not (_is_number(value) and 0 < value < math.inf):
+            if isinstance(value, bool) or not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
         if not (_is_number(lr := saved.get("mechanic_lr", 0.0)) and math.isfinite(lr)):
             raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
@@ -225,9 +237,14 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         # A parameter without any state never had a gradient, and so has no Delta either.
         wanted = [DELTA] * (not frozen) + [RESIDUAL] * (has_residuals and is_half_precision(p.dtype))
         if entry := state.get(key):
-            missing += [
-                f"state[{key!r}][{name!r}]" for name in wanted if not (isinstance(entry, dict) and name in entry)
-            ]
+            missing += [f"state[{key!r}][{name!r}]" for name in wanted if name not in entry]
+    for index, group in enumerate(saved_groups):
+        if not (missing or frozen or any(_holds_delta(state.get(key)) for key in _of_same_tuner(saved_groups, group))):
+            tuner = group["mechanic_tuner"]
+            if isinstance(tuner, Tensor) and tuner.ndim == 2 and bool(tuner[1:].any()):
+                missing.append(
+                    f"{DELTA!r} of any parameter of param_groups[{index}], whose tuner has learned from steps"
+                )
     if missing:
         raise ValueError(
             f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
@@ -235,9 +252,7 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         )
 
 
-def _check_state(where: str, entry: Any, p: Tensor, expected: Shapes) -> None:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
+def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes) -> None:
     for name, value in entry.items():
         if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
             raise ValueError(f"{where}[{name!r}] holds NaN")
@@ -250,16 +265,26 @@ def _check_state(where: str, entry: Any, p: Tensor, expected: Shapes) -> None:
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {tuple(p.shape)}, got one {kind}")
         if value.is_complex() != p.is_complex() or not (value.is_complex() or value.is_floating_point()):
             raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and the parameter {p.dtype}")
+        if name == DELTA and is_half_precision(value.dtype):
+            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in at least float32")
         if not bool(value.isfinite().all()):
             raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
     for name, shape in expected.items():
         if name not in entry:
             raise ValueError(f"{where}[{name!r}] is missing")
         value = entry[name]
+        if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
         fits = isinstance(value, Tensor) and tuple(value.shape) == shape
         if not (fits or shape is None or (shape == () and _is_number(value))):
             kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {shape}, got one {kind}")
+
+
+def _of_same_tuner(saved_groups: list[Group], group: Group) -> list[Any]:
+    """The parameters' ids of all groups that share the tuner of one."""
+    sharing = (other for other in saved_groups if other["mechanic_row"] == group["mechanic_row"])
+    return list(chain.from_iterable(other["params"] for other in sharing))
 
 
 def _saved_params(state_dict: StateDict, groups: list[Group]) -> list[tuple[Any, Tensor]]:
