@@ -133,6 +133,8 @@ def same(a, b):
     if torch.is_tensor(a):
         if a.dtype != b.dtype or (a.shape != b.shape and not a.numel() == b.numel() == 1):  # [] or [1]
             return False
+        if a.layout != b.layout or a.device != b.device:
+            return False
         return a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)) if a.numel() else True
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
@@ -144,7 +146,7 @@ def same(a, b):
 def fresh(value):
     """A copy of a checkpoint, or of a part of one; some times faster than deepcopy."""
     if torch.is_tensor(value):
-        return value.clone()
+        return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: fresh(entry) for key, entry in value.items()}
     return [fresh(entry) for entry in value] if isinstance(value, list) else value

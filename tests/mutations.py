@@ -66,11 +66,15 @@ def _retyped(value: Any) -> Iterator[tuple[str, Any]]:
 def _reshaped(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     flat = tensor.reshape(-1)
     yield "with one element more", torch.cat([flat, flat[:1]])
+    yield "on the meta device", tensor.to("meta")
+    yield "sparse", tensor.to_sparse()
+    yield "that requires gradients", torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor
     yield "with a dimension more", tensor.unsqueeze(0)
     yield "empty", flat[:0]
     if tensor.ndim > 1:
         yield "flattened", flat
         yield "transposed", tensor.T.contiguous()
+        yield "in another order in memory", tensor.T.contiguous().T
         yield "without its last row", tensor[:-1]
 
 
@@ -195,8 +199,9 @@ def _of_pairs_of_groups(state_dict: StateDict) -> Iterator[Mutation]:
 
     words = ("param_groups", "tuner", "mechanic_delta", "shape", *(str(group.get("tuner")) for group in groups))
     yield Mutation("groups swapped", words, swap)
-    if groups[0]["mechanic_row"] != groups[1]["mechanic_row"]:
+    if "tuner" in groups[0]:
         yield Mutation("tuners of the groups swapped", words, swap_tuners)
+    if groups[0]["mechanic_row"] != groups[1]["mechanic_row"]:
         return
     doubled = groups[1]["mechanic_tuner"].clone()
     doubled[1:] *= 2
@@ -241,7 +246,7 @@ def _of_structure(state_dict: StateDict) -> Iterator[Mutation]:
     first = next(iter(state_dict["state"]))
 
     def change_state(what: str, change: Callable[[dict], Any]) -> Mutation:
-        return Mutation(what, ("state",), lambda mutated: change(mutated["state"]))
+        return Mutation(what, ("state", "mechanic_delta"), lambda mutated: change(mutated["state"]))
 
     yield change_state("state empty", lambda state: state.clear())
     for what, value in (("None", None), ("a list", [1.0]), ("a string", "hostile"), ("a tensor", torch.ones(2))):
