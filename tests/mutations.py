@@ -25,7 +25,7 @@ class Mutation:
 def mutations(good: StateDict, *, is_third_party: bool) -> list[Broken]:
     """All of one checkpoint. Of a third party's own entries only the numbers in its tensors are looked at."""
     changes = [
-        *_of_structure(good),
+        *_of_structure(good, is_third_party),
         *_of_states(good, is_third_party),
         *_of_groups(good, is_third_party),
         *_of_mechanics_numbers(good),
@@ -211,7 +211,7 @@ def _of_pairs_of_groups(state_dict: StateDict) -> Iterator[Mutation]:
         yield Mutation(f"groups that share a tuner at odds about {key}", (key,), change)
 
 
-def _of_structure(state_dict: StateDict) -> Iterator[Mutation]:
+def _of_structure(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
     for key in ("state", "param_groups"):
         yield Mutation(f"{key} removed", (key,), lambda mutated, key=key: mutated.pop(key))
         for what, value in (("None", None), ("a string", "hostile"), ("a number", 3), ("a list of numbers", [1, 2])):
@@ -251,6 +251,7 @@ def _of_structure(state_dict: StateDict) -> Iterator[Mutation]:
     yield change_state("state empty", lambda state: state.clear())
     for what, value in (("None", None), ("a list", [1.0]), ("a string", "hostile"), ("a tensor", torch.ones(2))):
         yield change_state(f"state[{first}] is {what}", lambda state, value=value: state.update({first: value}))
-    yield change_state(f"state[{first}] under a string", lambda state: state.update({str(first): state.pop(first)}))
+    if not is_third_party:  # which may keep anything there
+        yield change_state(f"state[{first}] under a string", lambda state: state.update({str(first): state.pop(first)}))
     yield change_state("state of an unknown parameter", lambda state: state.update({99: fresh(state[first])}))
     yield change_state("states of two parameters swapped", lambda state: state.update({0: state[1], 1: state[0]}))
