@@ -107,7 +107,11 @@ BASES = [
     Situation("NAdam", optim.NAdam),
     Situation("RMSprop", with_options(optim.RMSprop, momentum=0.9, centered=True)),
     Situation("Adagrad", optim.Adagrad),
-    Situation("Muon", optim.Muon, model_options={"bias": False}),
+    *(
+        Situation(name, getattr(optim, name), model_options={"bias": False})
+        for name in ("Muon",)
+        if hasattr(optim, name)
+    ),
     Situation("Adafactor", optim.Adafactor),
     Situation("Lion", pytorch_optimizer.Lion, is_third_party=True),
 ]

@@ -116,8 +116,12 @@ def _in(container: str, index: Any, key: str, values: Iterator[tuple[str, Any]],
 
 
 def _of_states(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
-    for index in list(state_dict["state"])[:2]:  # a weight and a bias
-        for key, value in state_dict["state"][index].items():
+    seen = set()
+    for index, entries in state_dict["state"].items():
+        for key, value in entries.items():
+            if key in seen:
+                continue
+            seen.add(key)
             if key.startswith("mechanic_") or not is_third_party:
                 yield Mutation(f"state[{index}][{key!r}] removed", (key,), _remove("state", index, key))
                 yield from _in("state", index, key, _values(value))
@@ -128,7 +132,8 @@ def _of_states(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation
 def _of_groups(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
     for index, group in enumerate(state_dict["param_groups"]):
         for key, value in group.items():
-            if key.startswith("mechanic_") or key in ("params", "tuner", "lr") or not is_third_party:
+            is_mechanics = key.startswith("mechanic_") or key in ("params", "tuner", "lr")
+            if is_mechanics or not (is_third_party or index):
                 # Without its Delta a tuner that is not frozen is refused as well, and so on.
                 words = (key, "mechanic_delta") if key == "mechanic_frozen" else (key,)
                 words += ("own_iterates",) if key == "mechanic_own_iterates" else ()
@@ -164,7 +169,7 @@ def _of_tuners(state_dict: StateDict) -> Iterator[Mutation]:
         values += [("with n less", tuner[:, :-1]), ("with n more", torch.cat([tuner, tuner[:, -1:]], 1))]
         values += [("in int64", tuner.long()), ("in complex128", tuner.to(torch.complex128))]
         for row in range(rows):
-            for number in (NAN, INF, -INF):
+            for number in (NAN, -INF if row % 2 else INF):
                 poisoned = tuner.clone()
                 poisoned[row, n // 2] = number
                 values.append((f"with {number} in row {row}", poisoned))
@@ -175,7 +180,7 @@ def _of_tuners(state_dict: StateDict) -> Iterator[Mutation]:
 
 
 def _of_deltas(state_dict: StateDict) -> Iterator[Mutation]:
-    for index in list(state_dict["state"])[:2]:
+    for index in list(state_dict["state"])[:2]:  # a matrix and a vector
         delta = state_dict["state"][index].get("mechanic_delta")
         if delta is not None:
             dtypes = (torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64)
