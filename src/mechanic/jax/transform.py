@@ -149,6 +149,7 @@ def mechanize(
         if schedule is not None:  # asked as the base asks it, for one integer; steps without feedback do not count here
             rate = jnp.asarray(schedule(jnp.max(state.tuner.steps).astype(jnp.int32)), dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+        tuner = _unless_overflowed(tuner, state.tuner)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
@@ -198,6 +199,17 @@ def _refuse_other_tuners(state: MechanicState, names: tuple[str, ...], config: T
             f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
             "pass the betas that the state was made with"
         )
+
+
+def _unless_overflowed(tuner: TunerState, former: TunerState) -> TunerState:
+    """A row that no longer fits in its dtype stays as it was, and the step counts as not finite.
+
+    In float32 the root of the sum of squared feedback can overflow where the feedback itself does not, and it would
+    stay infinite for ever.
+    """
+    fits = jnp.isfinite(jnp.stack(tuner)).all((0, -1))[:, None]  # [tuners, 1]
+    counted = former._replace(nonfinite_steps=former.nonfinite_steps + 1)
+    return TunerState(*(jnp.where(fits, new, old) for new, old in zip(tuner, counted, strict=True)))
 
 
 def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
