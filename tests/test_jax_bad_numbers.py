@@ -42,5 +42,5 @@ def test_100_steps_with_bad_ones_among_them_still_train():
 def test_steps_without_a_gradient_change_neither_tuner_nor_parameters():
     params, state = learned(PLAIN, steps=5)
     updates, after = jax.jit(PLAIN.update)(jax.tree.map(jnp.zeros_like, params), state, params)
-    assert same_bits(after, state)
+    assert same_bits(after, state._replace(count=state.count + 1))
     assert not any(leaf.any() for leaf in jax.tree.leaves(updates))

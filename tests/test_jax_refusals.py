@@ -1,6 +1,8 @@
 """What cannot work is refused, with what to do instead."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -26,11 +28,26 @@ def test_bases_that_make_no_sense_are_refused(base):
         mechanize(base).init(jnp.ones(3))
 
 
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.asarray])
+def test_a_unit_that_is_no_learning_rate_is_refused_where_its_value_is_known(kind, bad):
+    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
+        mechanize(optax.sgd(1.0), unit=kind(bad))
+    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
+        optax.inject_hyperparams(mechanize)(optax.sgd(1.0), unit=kind(bad)).init(jnp.ones(2))
+
+
+def test_a_unit_is_one_number():
+    for wrong in (jnp.ones(2), "1.0", None, 1j):
+        with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
+            mechanize(optax.sgd(1.0), unit=wrong)
+    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
+        jax.eval_shape(lambda unit: mechanize(optax.sgd(1.0), unit=unit).init(unit), jnp.ones(2))
+
+
 def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match=r"got <function sgd .*write mechanize\(optax\.adamw\(1\.0\)\)"):
         mechanize(optax.sgd)
-    with pytest.raises(ValueError, match="unit must be a positive learning rate, got 0"):
-        mechanize(optax.sgd(1.0), unit=0)
     with pytest.raises(TypeError, match="no field lamda"):
         mechanize(optax.sgd(1.0), config={"lamda": 1.0})
     optimizer = mechanize(optax.sgd(1.0), config=TunerConfig.paper())

@@ -24,6 +24,8 @@ class MechanicState(NamedTuple):
     residual: PyTree | None  # what rounding cut off half-precision parameters
     tuner: TunerState | None  # arrays [tuners, n], rows in the order of the names in scale; None once frozen
     base: PyTree  # the state of the base
+    unit: jax.Array  # the learning rate inside the base that counts as 1
+    count: jax.Array  # type: ignore[assignment]  # how many updates there were, as Optax's bases count; int32
 
 
 def scales(state: PyTree) -> dict[str, jax.Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
 from mechanic.jax.labels import rows_of
+from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_unit
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.sums import measure
@@ -72,8 +72,7 @@ def mechanize(
     """
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
-    if isinstance(unit, int | float) and not 0 < unit < math.inf:
-        raise ValueError(f"unit must be a positive learning rate, got {unit}")
+    refuse_unit(unit)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
 
@@ -90,6 +89,8 @@ def mechanize(
             residual=_fresh_residuals(params),
             tuner=TunerState(*(jnp.zeros((len(names), len(tuner_config.betas)), dtype) for _ in TunerState._fields)),
             base=base_state,
+            unit=jnp.asarray(unit, dtype),
+            count=jnp.zeros((), jnp.int32),
         )
 
     def step(
@@ -132,12 +133,17 @@ def mechanize(
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
         grads = like_values(updates)
-        _refuse_other_tuners(state, names, tuner_config)
+        refuse_other_labels(state, names)
+        refuse_other_betas(state, tuner_config)
         scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
+        count = optax.safe_increment(state.count)
+        given_unit = jnp.asarray(unit, state.unit.dtype)
+        # The same number, but the former one is read: an argument of a jitted step that nobody reads is not donated.
+        own_unit = jnp.where(state.unit == given_unit, state.unit, given_unit)
         if state.delta is None or state.tuner is None:  # frozen
             proposed, base_state = step_base(grads)
             steps = [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)]
-            return move(steps, state._replace(base=base_state))
+            return move(steps, state._replace(base=base_state, unit=own_unit, count=count))
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
@@ -146,8 +152,8 @@ def mechanize(
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
         rate = None
-        if schedule is not None:  # asked as the base asks it, for one integer; steps without feedback do not count here
-            rate = jnp.asarray(schedule(jnp.max(state.tuner.steps).astype(jnp.int32)), dtype)
+        if schedule is not None:  # at the same count as in the base, which also counts steps without feedback
+            rate = jnp.asarray(schedule(state.count), dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
         tuner = _unless_overflowed(tuner, state.tuner)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
@@ -174,6 +180,8 @@ def mechanize(
             residual=state.residual,
             tuner=tuner,
             base=base_state,
+            unit=own_unit,
+            count=count,
         )
         return move(steps, new_state)
 
@@ -185,20 +193,6 @@ def _refuse_integers(params: PyTree) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             where = jax.tree_util.keystr(path) or "the parameter"
             raise TypeError(f"mechanize moves floating-point parameters, but {where} is {leaf.dtype}; leave it out")
-
-
-def _refuse_other_tuners(state: MechanicState, names: tuple[str, ...], config: TunerConfig) -> None:
-    """Raise where the state was made with other labels or betas: arrays of one row or column would broadcast."""
-    if set(state.scale) != set(names):
-        raise ValueError(
-            f"the state has tuners named {sorted(state.scale)}, the labels name {sorted(names)}; "
-            "pass the labels that the state was made with"
-        )
-    if state.tuner is not None and state.tuner.scales.shape[-1] != len(config.betas):
-        raise ValueError(
-            f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
-            "pass the betas that the state was made with"
-        )
 
 
 def _unless_overflowed(tuner: TunerState, former: TunerState) -> TunerState:
