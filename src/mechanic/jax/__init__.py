@@ -1,7 +1,7 @@
 """Mechanic for JAX, as an Optax transformation."""
 
 from mechanic.jax.keeping import freeze, release
-from mechanic.jax.state import MechanicState, scale, scales
+from mechanic.jax.state import MechanicState, nonfinite_steps, scale, scales
 from mechanic.jax.transform import mechanize
 
-__all__ = ["MechanicState", "freeze", "mechanize", "release", "scale", "scales"]
+__all__ = ["MechanicState", "freeze", "mechanize", "nonfinite_steps", "release", "scale", "scales"]

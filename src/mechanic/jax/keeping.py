@@ -11,7 +11,7 @@ import optax
 
 from mechanic.jax.labels import names_of, rows_of
 from mechanic.jax.refusals import refuse_other_labels
-from mechanic.jax.state import MechanicState, PyTree, find, flatten, replace
+from mechanic.jax.state import MechanicState, PyTree, find, flatten, replace, warn_unless_last
 
 
 def freeze(state: PyTree) -> PyTree:
@@ -37,6 +37,7 @@ def freeze(state: PyTree) -> PyTree:
         >>> freeze(state).delta is None
         True
     """
+    warn_unless_last(state)
     return replace(state, _frozen)
 
 
@@ -72,6 +73,7 @@ def release(
         >>> bool(jnp.allclose(updates, -scale(state)))
         True
     """
+    warn_unless_last(state)
     ours = find(state)
     if len(ours) != 1:
         raise ValueError(f"this state holds {len(ours)} Mechanics; pass the state of the one to release")
