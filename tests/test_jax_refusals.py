@@ -58,8 +58,93 @@ def test_wrong_arguments_are_explained():
         mechanize(optax.sgd(1.0), labels="a").update(jnp.ones(2), state, jnp.ones(2))
     with pytest.raises(ValueError, match="the state has 6 scales per tuner, the config 1 betas"):
         mechanize(optax.sgd(1.0), config={"betas": (0.9,)}).update(jnp.ones(2), state, jnp.ones(2))
-    params = {"weight": jnp.ones(2), "count": jnp.arange(2)}
-    with pytest.raises(TypeError, match=r"\['count'\] is int32; leave it out"):
-        optimizer.init(params)
-    with pytest.raises(ValueError, match=r"labels must be a prefix of the parameters(.|\n)*weight"):
-        mechanize(optax.sgd(1.0), labels={"count": "a"}).init({**params, "count": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"labels must be a prefix of the parameters(.|\n)*body"):
+        mechanize(optax.sgd(1.0), labels={"bias": "a"}).init(PARAMS)
+
+
+PARAMS = {"body": [{"weight": jnp.ones((3, 2))}], "bias": jnp.ones(3)}
+WEIGHT = r"\['body'\]\[0\]\['weight'\]"
+
+
+def with_weight(leaf):
+    return {**PARAMS, "body": [{"weight": leaf}]}
+
+
+def step(grads=PARAMS, state=None, params=PARAMS, base=None, **extra):
+    """One jitted step after an ordinary init."""
+    optimizer = mechanize(base or optax.adamw(1.0))
+    return jax.jit(optimizer.update)(grads, state or optimizer.init(PARAMS), params, **extra)
+
+
+def test_a_parameter_that_has_changed_its_shape_is_named():
+    longer = with_weight(jnp.ones((5, 2)))
+    with pytest.raises(
+        ValueError, match=rf"parameter {WEIGHT} has shape \(5, 2\).*\(3, 2\) when the state was made.*optimizer\.init"
+    ):
+        step(longer, params=longer)
+
+
+def test_parameters_that_have_changed_their_tree_are_explained():
+    fewer = {"bias": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"the state was made for other parameters.*optimizer\.init"):
+        step(fewer, params=fewer)
+
+
+@pytest.mark.parametrize("given", ["gradients", "observed"])
+def test_gradients_that_do_not_fit_are_named(given):
+    def give(wrong):
+        return step(wrong) if given == "gradients" else step(observed=wrong)
+
+    what = {"gradients": "gradient", "observed": "observed gradient"}[given]
+    for shape in ((), (1,), (2, 3), (3, 1), (5, 2)):
+        with pytest.raises(ValueError, match=rf"the {what} of {WEIGHT} has shape .*, the parameter \(3, 2\)"):
+            give(with_weight(jnp.ones(shape)))
+    with pytest.raises(ValueError, match=rf"the {what} of {WEIGHT} is None; pass zeros.*freeze_mask"):
+        give(with_weight(None))
+    with pytest.raises(ValueError, match=rf"the {what}s must be a tree like the parameters"):
+        give({"bias": jnp.ones(3)})
+    with pytest.raises(TypeError, match=rf"the {what} of {WEIGHT} is a dict"):
+        give(with_weight({"inner": jnp.ones((3, 2))}))
+
+
+def test_a_base_whose_updates_do_not_fit_is_explained():
+    summed = optax.stateless(lambda updates, params: jax.tree.map(jnp.sum, updates))
+    with pytest.raises(ValueError, match=r"the base's update of \['bias'\] has shape \(\), the parameter \(3,\)"):
+        step(base=summed)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.int8, jnp.uint8, bool, jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: jnp.dtype(d).name
+)
+def test_a_parameter_of_a_dtype_that_cannot_be_trained_is_named(dtype):
+    wrong = with_weight(jnp.ones((3, 2), dtype))
+    message = (
+        rf"{WEIGHT} is {jnp.dtype(dtype).name}; .*optax\.selective_transform\(mechanize\(base\), freeze_mask=mask\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        mechanize(optax.adamw(1.0)).init(wrong)
+    with pytest.raises(TypeError, match=message):
+        step(params=wrong)
+    with pytest.raises(TypeError, match="the parameter is"):
+        mechanize(optax.adamw(1.0)).init(jnp.ones(2, dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn], ids=lambda d: jnp.dtype(d).name)
+def test_such_a_parameter_can_stand_beside_others_as_the_message_says(dtype):
+    params = with_weight(jnp.ones((3, 2), dtype))
+    mask = {"body": True, "bias": False}
+    optimizer = optax.selective_transform(mechanize(optax.adamw(1.0)), freeze_mask=mask)
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = jax.jit(optimizer.update)(params, state, params)
+        moved = optax.apply_updates(params, updates)
+    assert moved["body"][0]["weight"].dtype == dtype
+    assert (moved["body"][0]["weight"] == params["body"][0]["weight"]).all()
+    assert (moved["bias"] < params["bias"]).all()
+
+
+def test_the_state_of_another_transformation_is_refused():
+    with pytest.raises(
+        TypeError, match=r"got the state of another transformation, a tuple; .*optimizer\.init\(params\)"
+    ):
+        step(state=optax.adam(1.0).init(PARAMS))

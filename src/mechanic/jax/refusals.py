@@ -6,10 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mechanic.jax.state import MechanicState
+from mechanic.jax.state import MechanicState, PyTree
 from mechanic.tuner import TunerConfig
+
+_BESIDE = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
 
 
 def refuse_unit(unit: Any) -> None:
@@ -39,3 +42,59 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
             f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
             "pass the betas that the state was made with"
         )
+
+
+def refuse_untrainable(params: PyTree) -> None:
+    """Raise where a parameter is not in a dtype that steps can be added to: integers, and floats of 8 bits or fewer."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or jnp.finfo(leaf.dtype).bits < 16:
+            raise TypeError(
+                f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
+                f"leave it out, for instance with {_BESIDE}, or store it in bfloat16"
+            )
+
+
+def refuse_other_params(state: MechanicState, params: PyTree) -> None:
+    """Raise where the state was made for parameters of another structure or of other shapes."""
+    again = "state = optimizer.init(params) makes one for these, and tunes from the start"
+    if not isinstance(state, MechanicState):
+        raise TypeError(f"got the state of another transformation, a {type(state).__name__}; {again}")
+    if state.delta is None:
+        return  # frozen, and nothing is left to compare with
+    treedef: Any = jax.tree.structure(params)
+    try:
+        deltas = treedef.flatten_up_to(state.delta)
+    except ValueError as error:
+        raise ValueError(f"the state was made for other parameters: {error}; {again}") from None
+    for (path, leaf), delta in zip(jax.tree.leaves_with_path(params), deltas, strict=True):
+        if leaf.shape != delta.shape:
+            raise ValueError(
+                f"parameter {_name(path)} has shape {leaf.shape}, but it had {delta.shape} when the state was made; "
+                f"{again}"
+            )
+
+
+def leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Any]:
+    """The leaves of a tree that must fit the parameters; ``what`` names one of them in an error."""
+    treedef: Any = jax.tree.structure(params)
+    try:
+        given = treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"the {what}s must be a tree like the parameters: {error}") from None
+    for (path, param), leaf in zip(jax.tree.leaves_with_path(params), given, strict=True):
+        if leaf is None:
+            raise ValueError(
+                f"the {what} of {_name(path)} is None; pass zeros, or leave the parameter out with {_BESIDE}"
+            )
+        if not jax.tree_util.all_leaves([leaf]):
+            raise TypeError(f"the {what} of {_name(path)} is a {type(leaf).__name__}, the parameter an array")
+        if jnp.shape(leaf) != param.shape:
+            raise ValueError(
+                f"the {what} of {_name(path)} has shape {jnp.shape(leaf)}, the parameter {param.shape}; "
+                "both have to be the same"
+            )
+    return given
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "the parameter"

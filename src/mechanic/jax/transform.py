@@ -13,7 +13,14 @@ from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
 from mechanic.jax.labels import rows_of
-from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_unit
+from mechanic.jax.refusals import (
+    leaves_like,
+    refuse_other_betas,
+    refuse_other_labels,
+    refuse_other_params,
+    refuse_unit,
+    refuse_untrainable,
+)
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.sums import measure
@@ -78,7 +85,7 @@ def mechanize(
 
     def init(params: optax.Params) -> MechanicState:
         params = jax.tree.map(jnp.asarray, params)
-        _refuse_integers(params)
+        refuse_untrainable(params)
         base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
@@ -104,14 +111,17 @@ def mechanize(
         """Measure, tune, let the base step, and scale what it did."""
         if params is None:
             raise ValueError("Mechanic needs the parameters: write optimizer.update(grads, state, params)")
-        leaves, treedef = flatten(jax.tree.map(jnp.asarray, params))
+        params = jax.tree.map(jnp.asarray, params)
+        refuse_untrainable(params)
+        refuse_other_params(state, params)
+        leaves, treedef = flatten(params)
         names, rows = rows_of(labels, params)
-        residuals = _leaves_like(leaves, state.residual)
+        residuals = _residuals_like(leaves, state.residual)
         values = [value_of(p, residual) for p, residual in zip(leaves, residuals, strict=True)]
 
-        def like_values(tree: PyTree) -> list[jax.Array]:
+        def like_values(tree: PyTree, what: str) -> list[jax.Array]:
             """The leaves of a tree like the parameters, in their working dtypes."""
-            return [jnp.asarray(leaf, x.dtype) for leaf, x in zip(treedef.flatten_up_to(tree), values, strict=True)]
+            return [jnp.asarray(g, x.dtype) for g, x in zip(leaves_like(params, tree, what), values, strict=True)]
 
         def per_leaf(by_tuner: jax.Array) -> list[jax.Array]:
             """Of every parameter its tuner's own, in a dtype that does not widen what it is multiplied with."""
@@ -122,7 +132,7 @@ def mechanize(
             proposed, base_state = base.update(
                 treedef.unflatten(grads), state.base, treedef.unflatten(values), **extra_args
             )
-            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed)], base_state
+            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed, "base's update")], base_state
 
         def move(steps: list[jax.Array], new_state: MechanicState) -> tuple[optax.Updates, MechanicState]:
             """The updates that move the parameters by these steps, and the state with what rounding cuts off."""
@@ -132,7 +142,7 @@ def mechanize(
             residual = treedef.unflatten([residual for _, residual in landings])
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
-        grads = like_values(updates)
+        grads = like_values(updates, "gradient")
         refuse_other_labels(state, names)
         refuse_other_betas(state, tuner_config)
         scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
@@ -147,7 +157,9 @@ def mechanize(
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
-        feedback, unobserved = (grads, []) if observed is None else (like_values(_masked_like(params, observed)), grads)
+        feedback, unobserved = grads, []
+        if observed is not None:
+            feedback, unobserved = like_values(_masked_like(params, observed), "observed gradient"), grads
         # [tuners, 5], and a column for the gradients where they are not the feedback
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
@@ -188,13 +200,6 @@ def mechanize(
     return optax.GradientTransformationExtraArgs(init, step)
 
 
-def _refuse_integers(params: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            where = jax.tree_util.keystr(path) or "the parameter"
-            raise TypeError(f"mechanize moves floating-point parameters, but {where} is {leaf.dtype}; leave it out")
-
-
 def _unless_overflowed(tuner: TunerState, former: TunerState) -> TunerState:
     """A row that no longer fits in its dtype stays as it was, and the step counts as not finite.
 
@@ -212,6 +217,8 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
+    if not any(is_masked(node) for node in jax.tree.leaves(params, is_leaf=is_masked)):
+        return observed
     return jax.tree.map(lambda p, leaf: p if is_masked(p) else leaf, params, observed, is_leaf=is_masked)
 
 
@@ -239,7 +246,7 @@ def _fresh_residuals(params: PyTree) -> PyTree | None:
     return residuals if jax.tree.leaves(residuals) else None
 
 
-def _leaves_like(leaves: list[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
+def _residuals_like(leaves: list[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
     """One residual per parameter, None where it has none."""
     if residual is None:
         return [None] * len(leaves)
