@@ -1,5 +1,7 @@
 """Reading what was learned, through whatever stands around Mechanic."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -99,6 +101,15 @@ def test_what_stands_after_mechanize_in_a_chain_is_warned_of(reader):
     with pytest.warns(UserWarning, match=r"mechanize stands last.*put clipping.*before it") as caught:
         READERS[reader](chained(optax.clip_by_global_norm(1.0)))
     assert caught[0].filename == __file__
+
+
+def test_a_loop_that_logs_is_warned_once():
+    state = chained(optax.clip(1.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            scale(state)
+    assert len(caught) == 1
 
 
 AFTER = {

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from mechanic.jax import mechanize, scale
 
@@ -25,6 +26,7 @@ def test_an_ensemble_is_its_members():
         x, own = alone(member)
         np.testing.assert_allclose(together[i], x, rtol=1e-5)
         np.testing.assert_allclose(s[i], own, rtol=1e-5)
+        assert own > 0
 
 
 def test_a_run_can_be_differentiated_with_the_scale_as_given():
@@ -48,6 +50,7 @@ def test_a_run_can_be_differentiated_with_the_scale_as_given():
 
     derivative, course = jax.jit(jax.jacobian(run, has_aux=True))(1.0)
     expected = jax.jit(jax.jacobian(written_out))(1.0, course)
+    assert course[-1] > 0
     np.testing.assert_allclose(derivative, expected, rtol=1e-4)
 
 
@@ -62,6 +65,7 @@ def test_complex_parameters_move_as_pairs_of_real_ones():
         updates, pair_state = update(2 * pair, pair_state, pair)
         pair = optax.apply_updates(pair, updates)
     np.testing.assert_allclose(jnp.stack([x.real, x.imag]), pair, rtol=1e-5)
+    assert 0 < scale(state) == pytest.approx(float(scale(pair_state)), rel=1e-5)
 
 
 def test_further_arguments_reach_the_base():

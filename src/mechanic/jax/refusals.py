@@ -47,10 +47,11 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
 def refuse_untrainable(params: PyTree) -> None:
     """Raise where a parameter is not in a dtype that steps can be added to: integers, and floats of 8 bits or fewer."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or jnp.finfo(leaf.dtype).bits < 16:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if not is_float or jnp.finfo(leaf.dtype).bits < 16:
             raise TypeError(
                 f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
-                f"leave it out, for instance with {_BESIDE}, or store it in bfloat16"
+                f"leave it out, for instance with {_BESIDE}{', or store it in bfloat16' if is_float else ''}"
             )
 
 
