@@ -9,7 +9,7 @@ import optax
 import pytest
 import torch
 
-from mechanic.jax import mechanize, scale
+from mechanic.jax import mechanize, nonfinite_steps, scale
 from mechanic.torch import Mechanic
 
 TOO_LARGE = 3e19  # its square leaves float32
@@ -101,6 +101,13 @@ def test_sgd_learns_the_same_whatever_the_gradients_are_multiplied_by(factor):
     assert factor * float(scale(state)) == pytest.approx(float(scale(plain)), rel=1e-2)
     assert plain_loss < 1e-6
     assert loss == pytest.approx(float(plain_loss), rel=0.1)
+
+
+def test_a_multiple_that_takes_delta_out_of_range_is_counted():
+    loss, state = run_on_quadratic(3e17)
+    assert loss > 0.9
+    assert nonfinite_steps(state)["default"] > 200
+    assert is_finite(state)
 
 
 def scales_in_jax(base, gradients):

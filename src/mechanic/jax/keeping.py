@@ -17,8 +17,8 @@ from mechanic.jax.state import MechanicState, PyTree, find, flatten, replace, wa
 def freeze(state: PyTree) -> PyTree:
     """Stop tuning: keep S as it is, and drop Delta and its memory.
 
-    From here on ``update`` returns S times what the base proposes. A jitted step compiles once more, since the state
-    has another structure.
+    From here on ``update`` returns S times what the base proposes, and no longer looks at gradients: those that are not
+    finite reach the base. A jitted step compiles once more, since the state has another structure.
 
     Args:
         state: of :func:`mechanic.jax.mechanize`, or of anything around it.
@@ -49,13 +49,13 @@ def release(
 ) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
     """Hand over to the base alone, its updates multiplied by what was learned.
 
-    With one tuner this is ``optax.chain(base, optax.scale(S / unit))`` with the base's state as it is. What
-    stood around Mechanic (clipping, accumulation) is to be put around the result again.
+    With one tuner this is ``optax.chain(base, optax.scale(S / unit))`` with the base's state as it is; the unit is in
+    the state. What stood around Mechanic (clipping, accumulation) is to be put around the result again.
 
     Args:
         base: what :func:`mechanic.jax.mechanize` was given, or the same with another schedule.
         state: of the former transformation.
-        labels: as they were given there. The state knows the ``unit``.
+        labels: as they were given there; needed where there were any.
 
     Returns:
         The transformation and its state, which is the base's.

@@ -19,6 +19,7 @@ class MechanicState(NamedTuple):
 
     ``scale`` repeats what the tuner says, so that it can be read by name and survives :func:`mechanic.jax.freeze`.
     ``residual`` is None where no parameter is in half precision, and in it stands None for every parameter that is not.
+    ``count`` goes on with every update, also where the tuner learns nothing from it, and after freezing.
     """
 
     scale: dict[str, jax.Array]  # S by tuner

@@ -41,7 +41,8 @@ def mechanize(
     The base proposes updates u; their sum is Delta, and the parameters are kept at x_1 + S Delta, where S is learned
     from the gradients. The base's learning rate is a shape, not a size: ``unit`` is what counts as 1, so only its
     course over time matters. ``update`` needs the parameters, and what it returns is to be added to them as it is: in
-    a chain, ``mechanize`` stands last.
+    ``optax.chain``, ``mechanize`` stands last, and clipping before it. Where something follows it,
+    :func:`mechanic.jax.scales` and the like warn.
 
     ``update`` takes a further argument, ``observed``: gradients of another batch at the same parameters, say a held-out
     one, for the tuner to learn from in place of those that the base gets. All other arguments are the base's.
@@ -49,8 +50,10 @@ def mechanize(
     Args:
         base: any transformation whose updates are added to the parameters.
         config: a :class:`mechanic.TunerConfig` or a dict of its fields.
-        unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule.
-        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls.
+        unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule. It has to be
+            positive, which is checked unless it is traced.
+        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls. It
+            is called with the number of updates so far, as the base calls it.
         labels: which parameters are tuned apart: a pytree prefix of them with a name at every leaf, or a function
             from the parameters to one, as for ``optax.partition``. Without it all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are cut.
