@@ -136,6 +136,13 @@ def test_also_where_mechanize_is_inside_something_that_stands_before_others():
             jax.jit(scale)(state)
 
 
+def test_also_in_a_named_chain():
+    params = {"weight": jnp.ones(3)}
+    scale(optax.named_chain(("z", optax.clip(1.0)), ("a", PLAIN)).init(params))
+    with pytest.warns(UserWarning, match="mechanize stands last"):
+        scale(optax.named_chain(("z", PLAIN), ("a", optax.clip(1.0))).init(params))
+
+
 def test_states_beside_each_other_are_not_taken_for_a_chain():
     """All warnings are errors here."""
     params = {"weight": jnp.ones(3)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,11 +134,17 @@ def warn_unless_last(state: PyTree) -> None:
 
 
 def _is_chain_with_others_after_ours(node: Any) -> bool:
-    """Whether it looks like the state of ``optax.chain``, a plain tuple of states, with one of Optax's after ours."""
-    if type(node) is not tuple or not all(isinstance(part, tuple) for part in node):
+    """Whether it looks like the state of a chain with one of Optax's own after ours.
+
+    ``optax.chain`` has a plain tuple of states, ``optax.named_chain`` an ordered dict.
+    """
+    if type(node) not in (tuple, OrderedDict):
         return False
-    first = next((i for i, part in enumerate(node) if _holds_ours(part)), len(node))
-    return any(type(part).__module__.split(".")[0] == "optax" for part in node[first + 1 :])
+    parts = list(node.values() if isinstance(node, OrderedDict) else node)
+    if not all(isinstance(part, tuple) for part in parts):
+        return False
+    first = next((i for i, part in enumerate(parts) if _holds_ours(part)), len(parts))
+    return any(type(part).__module__.split(".")[0] == "optax" for part in parts[first + 1 :])
 
 
 def _holds_ours(tree: PyTree) -> bool:
