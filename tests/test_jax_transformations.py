@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from mechanic.jax import mechanize, scale
+from jax_task import PLAIN, learned
+from mechanic.jax import mechanize, nonfinite_steps, scale, scales
 
 
 def test_an_ensemble_is_its_members():
@@ -81,3 +82,15 @@ def test_further_arguments_reach_the_base():
         lambda x: optimizer.update(x, optimizer.init(x), x, value=3.0, observed=x, other=1), jax.typeof(jnp.ones(2))
     )
     assert seen == [(3.0, ["other"])]
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda update: update], ids=["jitted", "eager"])
+def test_a_state_of_numpy_arrays_goes_on(jit):
+    """As some checkpoints come back."""
+    params, state = learned(PLAIN, steps=3)
+    as_numpy = jax.tree.map(np.asarray, (params, state))
+    assert scales(as_numpy[1]) == scales(state)
+    assert nonfinite_steps(as_numpy[1]) == {"default": 0}
+    ours, expected = (jit(PLAIN.update)(params, state, params) for params, state in (as_numpy, (params, state)))
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -65,13 +65,17 @@ def refuse_other_params(state: MechanicState, params: PyTree) -> None:
     treedef: Any = jax.tree.structure(params)
     try:
         deltas = treedef.flatten_up_to(state.delta)
-    except ValueError as error:
-        raise ValueError(f"the state was made for other parameters: {error}; {again}") from None
+    except ValueError:
+        deltas = None
+    if deltas is None or not jax.tree_util.all_leaves(deltas):
+        ours, theirs = ({_name(path) for path, _ in jax.tree.leaves_with_path(tree)} for tree in (params, state.delta))
+        only = [f"{name} is only in the {'parameters' if name in ours else 'state'}" for name in sorted(ours ^ theirs)]
+        difference = only[0] if only else "their containers are of other types"
+        raise ValueError(f"the state was made for other parameters: {difference}; {again}")
     for (path, leaf), delta in zip(jax.tree.leaves_with_path(params), deltas, strict=True):
-        if leaf.shape != delta.shape:
+        if leaf.shape != jnp.shape(delta):
             raise ValueError(
-                f"parameter {_name(path)} has shape {leaf.shape}, but it had {delta.shape} when the state was made; "
-                f"{again}"
+                f"{_name(path)} has shape {leaf.shape}, but it had {jnp.shape(delta)} when the state was made; {again}"
             )
 
 
