@@ -80,6 +80,9 @@ three_paths = pytest.mark.parametrize("wrap", [by_default, on_copies, compiled])
 """For tests that name a base themselves, one that is both in ON_DELTA and in ONE_GRAPH."""
 
 every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
+every_path_that_is_not_compiled = pytest.mark.parametrize(
+    ("base", "wrap"), _cases(lambda base, wrap: wrap is not compiled)
+)
 every_path_that_calls_the_base = pytest.mark.parametrize(
     ("base", "wrap"), _cases(lambda base, wrap: not is_one_graph(base, wrap))
 )
