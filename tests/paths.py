@@ -80,6 +80,7 @@ three_paths = pytest.mark.parametrize("wrap", [by_default, on_copies, compiled])
 """For tests that name a base themselves, one that is both in ON_DELTA and in ONE_GRAPH."""
 
 every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
+every_path_without_hooks = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: wrap is not on_copies))
 every_path_that_is_not_compiled = pytest.mark.parametrize(
     ("base", "wrap"), _cases(lambda base, wrap: wrap is not compiled)
 )

@@ -107,14 +107,15 @@ def test_skipping_equals_the_run_without_those_batches_bit_for_bit(wrap, everywh
     assert twin.skipped_steps == 20
 
 
-def test_a_late_group_knows_how_many_steps_were_skipped():
+@pytest.mark.parametrize("tuner", [{}, {"tuner": "its own"}], ids=["shared tuner", "own tuner"])
+def test_a_late_group_knows_how_many_steps_were_skipped(tuner):
     """Any group can tell, also when those that were there at the time are gone."""
     model = mlp()
     optimizer = Mechanic(torch.optim.SGD(list(model[0].parameters()), lr=1.0), skip_nonfinite=True)
     backward(model, 0)
     model[0].weight.grad[0, 0] = float("nan")
     optimizer.step()
-    optimizer.add_param_group({"params": list(model[2].parameters())})
+    optimizer.add_param_group({"params": list(model[2].parameters()), **tuner})
     assert optimizer.skipped_steps == 1
     del optimizer.param_groups[0]
     assert optimizer.skipped_steps == 1
