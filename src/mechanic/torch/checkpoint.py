@@ -28,12 +28,14 @@ A checkpoint is checked as a whole before anything is changed; a ValueError name
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mechanic.torch.shards import is_dtensor, locals_of
 from mechanic.torch.vectors import is_half_precision
 from mechanic.tuner import TunerState
 
@@ -51,10 +53,11 @@ Shapes = dict[str, tuple[int, ...] | None]
 """Of the entries that a base makes for a parameter: the shape of a tensor, None for anything else."""
 
 
-def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
+def take_apart(state_dict: StateDict, *, d_is_ours: bool) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
     """Part Mechanic's tensors from the base's: its ``load_state_dict`` would cast them to the parameter's dtype.
 
-    Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was.
+    Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was. ``d``
+    is left out, where it is not the base's: it is made anew from the tuner.
     """
     own = {}
     state = {}
@@ -63,7 +66,9 @@ def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Te
             own[key] = {name: entry[name] for name in STATE_KEYS if name in entry}
             entry = {name: value for name, value in entry.items() if name not in STATE_KEYS}
         state[key] = entry
-    return {**state_dict, "state": state}, own
+    left_out = {"d"} if d_is_ours else set()
+    groups = [{k: v for k, v in group.items() if k not in left_out} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}, own
 
 
 def is_plain(state_dict: StateDict) -> bool:
@@ -82,48 +87,65 @@ def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tenso
     """
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         for key, value in saved.items():
-            if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_"):
-                _check_option(f"param_groups[{index}][{key!r}]", value, group[key])
+            where = f"param_groups[{index}][{key!r}]"
+            if key in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
+                raise ValueError(f"{where} must be None, True or False, got {value!r}")
+            is_derived = key == "d" and isinstance(group.get("d"), Tensor)
+            if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_") and not is_derived:
+                _check_option(where, value, group[key])
     if not is_plain(state_dict):
         _check_complete(state_dict, groups)
         _check_groups(state_dict["param_groups"], groups)
         _check_tuners(state_dict["param_groups"], groups)
+        _check_has_state(state_dict, groups, expected)
+    known = {key for key, _ in _saved_params(state_dict, groups)}
+    if expected and (strangers := [key for key in state_dict["state"] if key not in known]):
+        raise ValueError(f"state[{strangers[0]!r}] belongs to no parameter of the checkpoint's param_groups")
     for key, p in _saved_params(state_dict, groups):
         if entry := state_dict["state"].get(key):
             _check_state(f"state[{key!r}]", entry, p, expected.get(p, {}))
 
 
-def require_options(before: list[Group], after: list[Group]) -> None:
-    """Raise where loading has left out an option that the base's groups had: the checkpoint is another optimizer's."""
-    for index, (former, group) in enumerate(zip(before, after, strict=True)):
-        # A scheduler adds options to groups, so a checkpoint from before it was built lacks them.
-        added_later = ("initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS)
-        if missing := sorted(set(former) - set(group) - set(added_later)):
-            raise ValueError(
-                f"param_groups[{index}] of the checkpoint has no {', '.join(map(repr, missing))}; "
-                "is it the checkpoint of another optimizer?"
-            )
+def require_options(saved: list[Group], before: list[Group], after: list[Group]) -> None:
+    """Raise where an option of the base is missing from a checkpoint, unless the base has filled in the same value."""
+    # Schedulers and users add entries to groups, so a checkpoint from before them lacks those.
+    added_later = {"params", "initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS}
+    for index, (old, former, group) in enumerate(zip(saved, before, after, strict=True)):
+        own = {"d"} if not isinstance(former.get("d"), Tensor) else set()  # Adafactor's, a number
+        for key in sorted((set(former) & (own | set(former) - added_later)) - set(old)):
+            if key not in group or group[key] != former[key]:
+                raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
 
 
-def check_structure(state_dict: StateDict, groups: list[Group]) -> None:
+def check_structure(state_dict: Any, groups: list[Group]) -> None:
     """Raise where it is not an optimizer's state dict, or one with other groups or other numbers of parameters."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"the checkpoint must be an optimizer's state_dict, got {type(state_dict).__name__}")
     saved_groups, state = (state_dict.get(key) for key in ("param_groups", "state"))
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint's 'state' must be a dict, got {type(state).__name__}")
     if not (isinstance(saved_groups, list) and all(isinstance(group, dict) for group in saved_groups)):
         raise ValueError("the checkpoint's 'param_groups' must be a list of dicts")
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        if saved.get("mechanic_base", group["mechanic_base"]) != group["mechanic_base"]:
+            raise ValueError(
+                f"param_groups[{index}]['mechanic_base']: the checkpoint is of a Mechanic around "
+                f"{saved['mechanic_base']}, this one is around {group['mechanic_base']}"
+            )
     if len(saved_groups) != len(groups):
         raise ValueError(f"the checkpoint has {len(saved_groups)} param_groups, this optimizer has {len(groups)}")
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if not isinstance(saved.get("params"), list):
-            raise ValueError(f"param_groups[{index}]['params'] must be a list")
-        if (count := len(saved["params"])) != (here := len(group["params"])):
-            raise ValueError(
-                f"param_groups[{index}]['params'] has {count} parameters, this optimizer's group has {here}"
-            )
+        params = saved.get("params")
+        if not (isinstance(params, list) and all(isinstance(key, int | str) for key in params)):
+            raise ValueError(f"param_groups[{index}]['params'] must be a list of numbers, got {params!r}")
+        if len(params) != (here := len(group["params"])):
+            raise ValueError(f"param_groups[{index}]['params'] has {len(params)} parameters, the group here has {here}")
     known = set(chain.from_iterable(group["params"] for group in saved_groups))
-    if strangers := [key for key in state if isinstance(key, int) and key not in known]:
-        raise ValueError(f"state[{strangers[0]}] belongs to no parameter of the checkpoint's param_groups")
+    for key, entry in state.items():
+        if isinstance(key, int) and key not in known:
+            raise ValueError(f"state[{key}] belongs to no parameter of the checkpoint's param_groups")
+        if key in known and not isinstance(entry, dict):
+            raise ValueError(f"state[{key!r}] must be a dict, got {type(entry).__name__}")
 
 
 def _check_option(where: str, saved: Any, here: Any) -> None:
@@ -131,9 +153,12 @@ def _check_option(where: str, saved: Any, here: Any) -> None:
     if _is_number(here) and not isinstance(here, bool):
         if not _is_number(saved) or (math.isfinite(here) and not math.isfinite(saved)):
             raise ValueError(f"{where} must be a finite number, got {saved!r}")
-    elif isinstance(here, bool) or here is None:
+    elif isinstance(here, bool):
+        if isinstance(saved, Tensor) or saved not in (True, False):
+            raise ValueError(f"{where} must be True or False, got {saved!r}")
+    elif here is None:
         if not (saved is None or isinstance(saved, bool | str) or _is_number(saved)):
-            raise ValueError(f"{where} must be a flag, got {saved!r}")
+            raise ValueError(f"{where} is None here, got {saved!r}")
     elif isinstance(here, tuple | list):
         if not isinstance(saved, tuple | list) or len(saved) != len(here):
             raise ValueError(f"{where} must be {len(here)} values, got {saved!r}")
@@ -146,11 +171,6 @@ def _check_option(where: str, saved: Any, here: Any) -> None:
 def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         where = f"param_groups[{index}]"
-        if saved["mechanic_base"] != group["mechanic_base"]:
-            raise ValueError(
-                f"{where}['mechanic_base']: the checkpoint is of a Mechanic around {saved['mechanic_base']}, "
-                f"this one is around {group['mechanic_base']}"
-            )
         if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
             had, has = ("mechanic_own_iterates" in g for g in (saved, group))
             raise ValueError(
@@ -162,7 +182,7 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         _whole_number(f"{where}['mechanic_skipped']", saved.get("mechanic_skipped", 0))
         for key in ("mechanic_unit", "mechanic_frozen"):
             value = saved.get(key, 1.0)
-            if not (_is_number(value) and 0 < value < math.inf):
+            if isinstance(value, bool) or not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
         if not (_is_number(lr := saved.get("mechanic_lr", 0.0)) and math.isfinite(lr)):
             raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
@@ -170,14 +190,16 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
 
 def _check_tuner(where: str, saved: Any, here: Tensor) -> None:
     rows = 1 + len(TunerState._fields)
+    if isinstance(saved, Tensor):
+        _require_finite(where, saved)
     if not (isinstance(saved, Tensor) and saved.is_floating_point() and saved.ndim == 2 and len(saved) == rows):
         kind = f"of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
         raise ValueError(f"{where} must be a floating-point tensor of {rows} rows, got one {kind}")
     betas, betas_here = saved[0].tolist(), here[0].tolist()
     if len(betas) != len(betas_here) or any(abs(a - b) > 1e-7 for a, b in zip(betas, betas_here, strict=True)):
         raise ValueError(f"{where} was tuned with betas {betas}, this optimizer has {betas_here}")
-    if not bool(saved.isfinite().all()) or bool((saved < 0).any()):
-        raise ValueError(f"{where} holds numbers that are negative or not finite")
+    if bool((saved < 0).any()):
+        raise ValueError(f"{where} holds numbers that are negative")
 
 
 def _check_tuners(saved_groups: list[Group], groups: list[Group]) -> None:
@@ -225,9 +247,7 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         # A parameter without any state never had a gradient, and so has no Delta either.
         wanted = [DELTA] * (not frozen) + [RESIDUAL] * (has_residuals and is_half_precision(p.dtype))
         if entry := state.get(key):
-            missing += [
-                f"state[{key!r}][{name!r}]" for name in wanted if not (isinstance(entry, dict) and name in entry)
-            ]
+            missing += [f"state[{key!r}][{name!r}]" for name in wanted if name not in entry]
     if missing:
         raise ValueError(
             f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
@@ -235,11 +255,27 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         )
 
 
-def _check_state(where: str, entry: Any, p: Tensor, expected: Shapes) -> None:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
+def _check_has_state(state_dict: StateDict, groups: list[Group], expected: Mapping[Tensor, Shapes]) -> None:
+    """A tuner that has learned from steps must have some parameter with state."""
+    learned: dict[int, int] = {}  # by row, the first group
+    for index, group in enumerate(state_dict["param_groups"]):
+        if bool(group["mechanic_tuner"][1:].any()):
+            learned.setdefault(int(group["mechanic_row"]), index)
+    for row, index in learned.items():
+        sharing = [group for group in state_dict["param_groups"] if int(group["mechanic_row"]) == row]
+        keys = set(chain.from_iterable(group["params"] for group in sharing))
+        frozen = "mechanic_frozen" in sharing[0]
+        keeps = not frozen or any(expected.get(p) for key, p in _saved_params(state_dict, groups) if key in keys)
+        if keeps and not any(state_dict["state"].get(key) for key in keys):
+            raise ValueError(
+                f"the tuner of param_groups[{index}] has learned from steps, but none of its parameters has a 'state'; "
+                "load the checkpoint whole"
+            )
+
+
+def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes) -> None:
     for name, value in entry.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+        if _holds(value, torch.isnan):
             raise ValueError(f"{where}[{name!r}] holds NaN")
     for name in STATE_KEYS:
         if name not in entry:
@@ -250,16 +286,33 @@ def _check_state(where: str, entry: Any, p: Tensor, expected: Shapes) -> None:
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {tuple(p.shape)}, got one {kind}")
         if value.is_complex() != p.is_complex() or not (value.is_complex() or value.is_floating_point()):
             raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and the parameter {p.dtype}")
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
+        if name == DELTA and is_half_precision(value.dtype):
+            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in at least float32")
+        _require_finite(f"{where}[{name!r}]", value)
     for name, shape in expected.items():
         if name not in entry:
             raise ValueError(f"{where}[{name!r}] is missing")
         value = entry[name]
+        if isinstance(value, Tensor):
+            _require_finite(f"{where}[{name!r}]", value)
         fits = isinstance(value, Tensor) and tuple(value.shape) == shape
         if not (fits or shape is None or (shape == () and _is_number(value))):
             kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {shape}, got one {kind}")
+
+
+def _require_finite(where: str, value: Tensor) -> None:
+    if value.is_meta or value.layout != torch.strided:
+        raise ValueError(f"{where} must be a dense tensor with data, got {value.layout} on {value.device}")
+    if _holds(value, lambda numbers: ~torch.isfinite(numbers)):
+        raise ValueError(f"{where} holds numbers that are not finite")
+
+
+def _holds(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
+    """Whether some number of a tensor passes a test; of a DTensor, of what this rank holds."""
+    if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+        return False
+    return bool(test(locals_of([value], sharded=is_dtensor(value))[0]).any())
 
 
 def _saved_params(state_dict: StateDict, groups: list[Group]) -> list[tuple[Any, Tensor]]:
@@ -274,9 +327,9 @@ def _holds_delta(entry: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (
-        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    )
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta) and value.layout == torch.strided
+    return isinstance(value, int | float)
 
 
 def _whole_number(where: str, value: Any) -> int:

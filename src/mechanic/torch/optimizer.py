@@ -592,7 +592,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         checkpoint that does not fit is refused with a ValueError that names the entry, and nothing has changed then.
         """
         self._require_entered_groups()
-        state_dict = state_dict.copy()  # hooks may write to it
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict  # hooks may write to it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         checkpoint.check_structure(state_dict, self.param_groups)
@@ -619,7 +619,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def _load(self, state_dict: StateDict) -> None:
         former = self.param_groups
-        of_base, own = checkpoint.take_apart(state_dict)
+        of_base, own = checkpoint.take_apart(state_dict, d_is_ours="d" not in self.defaults)
         try:
             with widened(groups.params_of(former)):
                 self.base.load_state_dict(of_base)
@@ -628,7 +628,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             raise ValueError(
                 f"{name} could not load the checkpoint's state: {type(error).__name__}: {error}"
             ) from error
-        checkpoint.require_options(former, self.param_groups)
+        checkpoint.require_options(state_dict["param_groups"], former, self.param_groups)
         saved_params = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for saved, p in zip(saved_params, groups.params_of(self.param_groups), strict=True):
             for key, tensor in own.get(saved, {}).items():
