@@ -108,10 +108,12 @@ def sample(size: int, seed: int) -> list[tuple[str, str, int]]:
 
 def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
     """Try mutants one after the other, in a copy of the tree."""
-    import jax  # noqa: F401  # imported once, for all children
+    # Imported once, for all children.
+    import jax  # noqa: F401
     import optax  # noqa: F401
-    import sklearn.datasets  # noqa: F401
-    import torch
+    import pytorch_optimizer  # noqa: F401
+    import schedulefree  # noqa: F401
+    import torch._dynamo
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -121,7 +123,7 @@ def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
         source = ROOT / part
         shutil.copytree(source, home / part) if source.is_dir() else shutil.copy(source, home / part)
     for path, operator, occurrence in jobs:
-        code = (ROOT / path).read_text()
+        code = (home / path).read_text()
         mutated = mutate_code(code, get_operator(operator)(), occurrence)
         (home / path).write_text(mutated)
         began = time.monotonic()
