@@ -1,4 +1,4 @@
-"""Checkpoints that must be refused: each function spoils a good one in place, and says whether there was something to."""
+"""Checkpoints that must be refused. Each function spoils a good one in place; False: there was nothing to spoil."""
 
 import torch
 
@@ -63,6 +63,15 @@ def _drop_last_group(state_dict):
     return True
 
 
+def _confuse_rows(state_dict):
+    groups = state_dict["param_groups"]
+    first, last = groups[0], groups[-1]
+    if first is last:
+        return False
+    last["mechanic_row"] = first["mechanic_row"] + (first["mechanic_row"] == last["mechanic_row"])
+    return True
+
+
 NAN, INF = float("nan"), float("inf")
 
 HOSTILE = {
@@ -73,6 +82,7 @@ HOSTILE = {
     "Delta is missing": _drop_delta,
     "tuner is NaN": _of_group("mechanic_tuner", _with(NAN, SCALES, 0)),
     "tuner is infinite": _of_group("mechanic_tuner", _with(INF, 1, 0)),
+    "tuner is negative": _of_group("mechanic_tuner", _with(-1.0, SCALES, 0)),
     "tuner has other betas": _of_group("mechanic_tuner", _with(0.5, 0, 0)),
     "tuner lacks a row": _of_group("mechanic_tuner", lambda tuner: tuner[:-1].clone()),
     "tuner has a row more": _of_group("mechanic_tuner", lambda tuner: torch.cat([tuner, tuner[:1]])),
@@ -83,8 +93,9 @@ HOSTILE = {
     "unit is text": _of_group("mechanic_unit", lambda unit: "one"),
     "unit is missing": _without_key("mechanic_unit"),
     "tuner is missing": _without_key("mechanic_tuner"),
-    "row is another": _of_group("mechanic_row", lambda row: row + 5),
+    "a group has the row of another tuner": _confuse_rows,
     "format of the future": _of_group("mechanic_format", lambda number: number + 50),
+    "last lr is NaN": _of_group("mechanic_lr", lambda lr: NAN),
     "frozen scale is NaN": _of_group("mechanic_frozen", lambda scale: NAN),
     "another base": _of_group("mechanic_base", lambda name: "Adamish"),
     "no groups": _drop_groups,

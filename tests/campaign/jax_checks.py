@@ -147,7 +147,8 @@ def predict(params, state, grads, setup):
     prediction = Prediction({}, {}, {})
     for row, (tuner, parts) in enumerate(sorted(setup.tuners.items())):
         x, g, d = (
-            np.concatenate([wide(tree[name]).ravel() for name in sorted(parts)]) for tree in (params, grads, state.delta)
+            np.concatenate([wide(tree[name]).ravel() for name in sorted(parts)])
+            for tree in (params, grads, state.delta)
         )
         before = TunerState(*(np.asarray(field)[row : row + 1] for field in state.tuner))
         sums = np.array([[d @ g, d @ x, g @ g, x @ x, d @ d]])
@@ -164,7 +165,11 @@ def predict(params, state, grads, setup):
 
 
 def check_prediction(prediction, params, state):
-    for expected, found in ((prediction.params, params), (prediction.deltas, state.delta), (prediction.scales, scales(state))):
+    for expected, found in (
+        (prediction.params, params),
+        (prediction.deltas, state.delta),
+        (prediction.scales, scales(state)),
+    ):
         for name, value in expected.items():
             size = np.abs(value).max()
             np.testing.assert_allclose(np.asarray(found[name]), value, rtol=1e-9, atol=1e-9 * size)

@@ -73,7 +73,12 @@ SETUPS = [
     Setup("sgd", optax.sgd),
     Setup("adam, float64, labels", optax.adam, jnp.float64, x64=True, labels=LABELS),
     Setup("adamw, schedule to 0", optax.adamw, schedule=falls_to_zero),
-    Setup("sgd momentum, schedule below 0", lambda lr: optax.sgd(lr, momentum=0.9), schedule=falls_below_zero, labels=LABELS),
+    Setup(
+        "sgd momentum, schedule below 0",
+        lambda lr: optax.sgd(lr, momentum=0.9),
+        schedule=falls_below_zero,
+        labels=LABELS,
+    ),
     Setup("lion, bfloat16", optax.lion, jnp.bfloat16),
     Setup("rmsprop, float16, paper", optax.rmsprop, jnp.float16, unit=3e-4, config=TunerConfig.paper()),
     Setup("nadam, complex64", optax.nadam, jnp.complex64, config=TunerConfig(forgetting=0.0)),

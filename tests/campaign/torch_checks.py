@@ -25,16 +25,19 @@ def bits(value):
 
 
 def all_bits(training):
-    """All that a refused call must leave alone, and all that a copy must have."""
+    """All that a refused call must leave alone, and all that a copy must have. Of rows only who shares one."""
     optimizer = training.optimizer
+    rows = [group.get("mechanic_row") for group in optimizer.param_groups]
     return {
         "parameters": bits(training.params),
         "requires_grad": [p.requires_grad for p in training.params],
         "state": [bits(dict(optimizer.state.get(p, {}))) for p in training.params],
         "groups": [
-            {**bits({key: value for key, value in group.items() if key != "params"}), "params": training.indices(group)}
+            bits({key: value for key, value in group.items() if key not in ("params", "mechanic_row")})
             for group in optimizer.param_groups
         ],
+        "parameters of groups": [training.indices(group) for group in optimizer.param_groups],
+        "rows": [rows.index(row) for row in rows],
         "skipped steps": optimizer.skipped_steps,
         "frozen": optimizer.is_frozen,
     }

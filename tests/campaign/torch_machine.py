@@ -127,6 +127,7 @@ class TorchMachine(CheckedMachine):
         p.grad = torch.tensor(value, dtype=p.dtype).expand(p.shape)
         self.step_on_bad_gradients()
 
+    @precondition(lambda self: self.training.trains)
     @rule(when=st.sampled_from(["before the first group", "after the first group", "after the last group"]), seed=seeds)
     def base_raises(self, when, seed):
         self.ensure_training_mode()
@@ -134,7 +135,7 @@ class TorchMachine(CheckedMachine):
         before = Before(self.training)
         with raising(self.optimizer.base, when), pytest.raises(InjectedError):
             self.optimizer.step()
-        before.check_unmoved(self.training)
+        before.check_failed_step(self.training, has_worked="after" in when)
         self.is_observed = None
         self.check()
 

@@ -56,7 +56,12 @@ def check(training, prediction, sizes_before):
             # A bare base steps on x, so its update has a rounding of x in it, which S multiplies.
             size_of_step = before.x + before.delta + after.delta
             _assert_close(prediction.scales[index], scale, 1e-9 * scale, f"S of parameter {index}")
-            _assert_close(prediction.values[index], p.detach(), ROUNDING * (before + after + scale * size_of_step), f"parameter {index}")
+            _assert_close(
+                prediction.values[index],
+                p.detach(),
+                ROUNDING * (before + after + scale * size_of_step),
+                f"parameter {index}",
+            )
             delta = training.optimizer.state.get(p, {}).get(DELTA)
             if expected is not None and delta is not None:
                 _assert_close(expected, delta, ROUNDING * size_of_step, f"Delta of parameter {index}")

@@ -50,8 +50,15 @@ class Training:
 
     @property
     def steps_on_copies(self):
-        """Whether the base is known to step on copies of the parameters, not on Delta."""
+        """Whether the base steps on copies of the parameters for sure, not on Delta or on the parameters themselves."""
+        if self.optimizer.is_frozen:
+            return self.is_half_precision or not self.base.is_linear_in_lr
         return self.is_half_precision or not self.base.may_step_on_delta
+
+    @property
+    def trains(self):
+        """Whether any parameter is to be trained."""
+        return any(p.requires_grad for p in self.params)
 
     def indices(self, group):
         """Which of the parameters are in a param group; -1 is one that should not be there."""
@@ -73,7 +80,9 @@ class Training:
 
     def tuners(self):
         """The names of all groups' tuners; without per_group, None is the one of groups that name none."""
-        return {group.get("tuner") for group in self.optimizer.param_groups} - ({None} if self.options["per_group"] else set())
+        return {group.get("tuner") for group in self.optimizer.param_groups} - (
+            {None} if self.options["per_group"] else set()
+        )
 
     def with_base(self, base):
         """New parameters of the same values, and a new optimizer with the same groups around another base."""
@@ -99,7 +108,6 @@ class Training:
         params, optimizer = pickle.loads(pickle.dumps((self.params, self.optimizer)))
         return dataclasses.replace(self, params=params, optimizer=optimizer)
 
-
     def state_dict_of_bare_base(self):
         """What the base would save if Mechanic had never been around it, with every learning rate at 1."""
         state_dict = saved(self.optimizer.state_dict())
@@ -112,7 +120,7 @@ class Training:
         return state_dict
 
     def release_and_train(self, seed):
-        """Go on with the base alone, which has to have the learned rates; the former Mechanic must say what happened."""
+        """Go on with the base alone, at the learned rates; every call of the former Mechanic must say why it fails."""
         optimizer = self.optimizer
         values = [p.detach().clone() for p in self.params]
         rates = [float(scale_of(g) * g["lr"] / g["mechanic_unit"]) for g in optimizer.param_groups]
