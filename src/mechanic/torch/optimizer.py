@@ -619,7 +619,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def _load(self, state_dict: StateDict) -> None:
         former = self.param_groups
-        of_base, own = checkpoint.take_apart(state_dict)
+        of_base, own = checkpoint.take_apart(state_dict, d_is_ours="d" not in self.defaults)
         try:
             with widened(groups.params_of(former)):
                 self.base.load_state_dict(of_base)
