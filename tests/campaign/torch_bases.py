@@ -27,7 +27,7 @@ class Base:
     own_iterates: bool = False
     can_be_copied: bool = True  # False: deepcopy or pickle of the bare base loses what its step needs
     lr_acts_at_once: bool = True  # False: the bare base moves parameters at lr = 0 as well
-    writes_to_gradients: bool = False  # so it cannot step with a gradient of stride 0
+    takes_expanded_gradients: bool = True  # of stride 0; False: the bare base fails, or reads past their end
     is_linear_in_lr: bool = True
 
     @property
@@ -59,7 +59,7 @@ BASES = [
     Base("Adam", optim.Adam),
     Base("AdamW", optim.AdamW),
     Base("AdamW one by one", optim.AdamW, {"foreach": False}),
-    Base("AdamW fused", optim.AdamW, {"fused": True}, takes_complex=False),
+    Base("AdamW fused", optim.AdamW, {"fused": True}, takes_complex=False, takes_expanded_gradients=False),
     Base("NAdam", optim.NAdam),
     Base("RAdam", optim.RAdam),
     Base("Adamax", optim.Adamax),
@@ -77,7 +77,7 @@ BASES = [
         takes_complex=False,
         own_iterates=True,
         lr_acts_at_once=False,  # its average moves on
-        writes_to_gradients=True,
+        takes_expanded_gradients=False,
     ),
 ]
 BY_NAME = {base.name: base for base in BASES}

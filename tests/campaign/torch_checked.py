@@ -24,6 +24,7 @@ class CheckedMachine(RuleBasedStateMachine):
     training: Training
     start: checks.Start
     is_observed: bool | None  # whether the next step has an observation; None where that is not promised
+    unobserved: set[int]  # rows of tuners that were added after the observation
     is_in_eval_mode: bool
 
     def __init__(self):
@@ -61,19 +62,29 @@ class CheckedMachine(RuleBasedStateMachine):
         before = Before(self.training)
         loss = self.optimizer.step(closure)
         before.check_step(self.training)
-        self.is_observed = False if self.optimizer.skipped_steps == before.skipped_steps else None
+        if self.is_observed:
+            before.check_learned_nothing(self.training, self.unobserved)
+        was_skipped = self.optimizer.skipped_steps > before.skipped_steps
+        self.is_observed = False if self.training.trains and not was_skipped else None
+        if self.training.trains and not was_skipped:
+            checks.check_learning_rates(self.training)
         self.check()
         return loss
 
     def learn(self):
-        """A step with finite gradients, which must teach every tuner something that has parameters to train."""
+        """A step with finite gradients, which must teach every tuner something that has parameters to train.
+
+        Unless something else was observed, perhaps while all parameters of a tuner were frozen.
+        """
+        learns = self.is_observed is False and not self.optimizer.is_frozen
         counts = {row: checks.steps_of(groups[0]) for row, groups in tuners_of(self.training).items()}
         self.step()
         for row, groups in tuners_of(self.training).items():
-            if not self.optimizer.is_frozen and any(p.requires_grad for group in groups for p in group["params"]):
+            if learns and any(p.requires_grad for group in groups for p in group["params"]):
                 assert checks.steps_of(groups[0]) == counts[row] + 1, "a tuner ignored its feedback"
 
     def step_on_bad_gradients(self):
+        self.ensure_training_mode()
         bad = {row for row, groups in tuners_of(self.training).items() if checks.has_bad_gradient(groups)}
         before = {row: _without_counts(groups[0]["mechanic_tuner"]) for row, groups in tuners_of(self.training).items()}
         everything = checks.all_bits(self.training)
@@ -142,6 +153,11 @@ class Before:
         for index in unmoved:
             p, former = training.params[index].detach(), self._values[index]
             assert p.equal(former), f"parameter {index} moved from {former} to {p}, at lr = 0 or frozen"
+
+    def check_learned_nothing(self, training, rows):
+        """Of tuners that an observation knows nothing of."""
+        for row in rows:
+            assert checks.scale_of(tuners_of(training)[row][0]) == self._scales[row], "a new tuner learned from others"
 
     def check_failed_step(self, training, *, has_worked):
         """After a base has raised, before or after it has worked on some of the parameters.

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from mechanic.integrations import readings
@@ -113,6 +114,16 @@ def check_readings(training):
     assert all(math.isfinite(rate) for rate in rates.values()), f"learning rates are {rates}"
     assert all(math.isfinite(value) for value in readings(optimizer).values())
     assert scales.keys() == rates.keys()
+
+
+def check_learning_rates(training):
+    """After a step: S times the learning rate it was made with, of the group with the largest one."""
+    expected = {}
+    for group in training.optimizer.param_groups:
+        rate = float(scale_of(group) * group["lr"]) / group["mechanic_unit"]
+        expected[group["mechanic_row"]] = max(rate, expected.get(group["mechanic_row"], -math.inf))
+    rates = training.optimizer.learning_rates().values()
+    assert sorted(rates) == pytest.approx(sorted(expected.values()), rel=1e-12, abs=0)
 
 
 def check_groups(training):

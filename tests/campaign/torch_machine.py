@@ -13,7 +13,7 @@ import torch_prediction
 from hostile_checkpoints import HOSTILE
 from mechanic.torch import Mechanic
 from torch_bases import BY_NAME, CONFIGS
-from torch_checked import Before, CheckedMachine
+from torch_checked import Before, CheckedMachine, tuners_of
 from torch_training import MOST_PARAMETERS, InjectedError, Training, raising, random, saved
 
 seeds = st.integers(0, 1000)
@@ -54,8 +54,8 @@ class TorchMachine(CheckedMachine):
         }
         self.training = Training.start(self.base, dtype, copy.deepcopy(groups), lr, options, seed)
         self.start = checks.Start(self.training)
-        self.rollback = None
-        self.is_observed, self.is_in_eval_mode = False, True
+        self.rollback, self.removed = None, []
+        self.is_observed, self.unobserved, self.is_in_eval_mode = False, set(), True
         self.ensure_training_mode()
 
     # Training.
@@ -108,7 +108,7 @@ class TorchMachine(CheckedMachine):
         self.optimizer.observe()
         checks.assert_same(before, checks.all_bits(self.training), "observe()")
         assert all(p.grad is None for p in self.training.params)
-        self.is_observed = True
+        self.is_observed, self.unobserved = True, set()
         self.check()
 
     @precondition(lambda self: not self.bad_gradients_reach_the_base)
@@ -119,7 +119,7 @@ class TorchMachine(CheckedMachine):
             p.grad.view(-1)[0] = BAD[kind]
         self.step_on_bad_gradients()
 
-    @precondition(lambda self: not self.bad_gradients_reach_the_base and not self.base.writes_to_gradients)
+    @precondition(lambda self: not self.bad_gradients_reach_the_base and self.base.takes_expanded_gradients)
     @rule(value=st.sampled_from([0.5, float("nan"), float("inf")]), place=places, seed=seeds)
     def train_on_a_gradient_of_stride_0(self, value, place, seed):
         self.training.fill_gradients(seed)
@@ -247,16 +247,19 @@ class TorchMachine(CheckedMachine):
     # Param groups.
 
     @precondition(lambda self: len(self.training.params) < MOST_PARAMETERS)
-    @rule(tuner=st.sampled_from([None, "a", "new"]), lr=st.sampled_from([None, 0.5]), seed=seeds)
-    def add_group(self, tuner, lr, seed):
-        p = self.training.new_parameter(seed)
+    @rule(tuner=st.sampled_from([None, "a", "new"]), lr=st.sampled_from([None, 0.5]), again=st.booleans(), seed=seeds)
+    def add_group(self, tuner, lr, again, seed):
+        p = self.removed.pop() if again and self.removed else self.training.new_parameter(seed)
         options = {"tuner": tuner, "lr": lr}
         group = {"params": [p], **{key: value for key, value in options.items() if value is not None}}
         if self.optimizer.is_frozen and tuner not in self.training.tuners():
             self.must_refuse(lambda: self.optimizer.add_param_group(group), match="frozen")
             return
+        former_rows = set(tuners_of(self.training))
         self.optimizer.add_param_group(group)
         self.training.params.append(p)
+        if self.optimizer.param_groups[-1]["mechanic_row"] not in former_rows:
+            self.unobserved.add(self.optimizer.param_groups[-1]["mechanic_row"])
         self.forget_structure()
         if self.base.own_iterates and not self.is_in_eval_mode:
             self.optimizer.train()  # Schedule-Free wants it for the new group
@@ -277,8 +280,10 @@ class TorchMachine(CheckedMachine):
         group = self.optimizer.param_groups.pop(place % len(self.optimizer.param_groups))
         for p in group["params"]:
             self.optimizer.state.pop(p, None)
-        removed = self.training.indices(group)
-        self.training.params = [p for i, p in enumerate(self.training.params) if i not in removed]
+        self.removed = group["params"]
+        self.unobserved.discard(group["mechanic_row"])
+        gone = self.training.indices(group)
+        self.training.params = [p for i, p in enumerate(self.training.params) if i not in gone]
         self.forget_structure()
         self.check()
 
