@@ -28,7 +28,7 @@ A checkpoint is checked as a whole before anything is changed; a ValueError name
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -106,13 +106,10 @@ def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tenso
             _check_state(f"state[{key!r}]", entry, p, expected.get(p, {}))
 
 
-def require_options(saved: list[Group], before: list[Group], after: list[Group]) -> None:
+def require_options(options: Iterable[str], saved: list[Group], before: list[Group], after: list[Group]) -> None:
     """Raise where an option of the base is missing from a checkpoint, unless the base has filled in the same value."""
-    # Schedulers and users add entries to groups, so a checkpoint from before them lacks those.
-    added_later = {"params", "initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS}
     for index, (old, former, group) in enumerate(zip(saved, before, after, strict=True)):
-        own = {"d"} if not isinstance(former.get("d"), Tensor) else set()  # Adafactor's, a number
-        for key in sorted((set(former) & (own | set(former) - added_later)) - set(old)):
+        for key in sorted(set(options) & set(former) - set(old)):
             if key not in group or group[key] != former[key]:
                 raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
 
@@ -256,10 +253,11 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
 
 
 def _check_has_state(state_dict: StateDict, groups: list[Group], expected: Mapping[Tensor, Shapes]) -> None:
-    """A tuner that has learned from steps must have some parameter with state."""
+    """A tuner whose scale is not 0 must have some parameter with state."""
+    scales = 1 + TunerState._fields.index("scales")  # after the betas
     learned: dict[int, int] = {}  # by row, the first group
     for index, group in enumerate(state_dict["param_groups"]):
-        if bool(group["mechanic_tuner"][1:].any()):
+        if bool(group["mechanic_tuner"][scales].any()):
             learned.setdefault(int(group["mechanic_row"]), index)
     for row, index in learned.items():
         sharing = [group for group in state_dict["param_groups"] if int(group["mechanic_row"]) == row]
