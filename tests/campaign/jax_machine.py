@@ -207,7 +207,7 @@ class JaxMachine(RuleBasedStateMachine):
         setup = self.setup
 
         def hand_over():
-            return release(setup.base, self.state, unit=setup.unit, labels=setup.labels)
+            return release(setup.base, self.state, labels=setup.labels)
 
         if self.is_refused_before_anything_was_learned(hand_over):
             return
