@@ -6,7 +6,7 @@ from campaign import run, session_seed
 from jax_machine import machine_for
 from jax_setups import SETUPS
 
-OPERATIONS = 700  # of every setup
+OPERATIONS = 500  # of every setup
 
 every_setup = pytest.mark.parametrize("setup", [pytest.param(s, id=s.name.replace(" ", "-")) for s in SETUPS])
 

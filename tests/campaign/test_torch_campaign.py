@@ -6,7 +6,7 @@ from campaign import run, session_seed
 from torch_bases import BASES
 from torch_machine import machine_for
 
-OPERATIONS = 700  # of every base
+OPERATIONS = 750  # of every base
 
 every_base = pytest.mark.parametrize("base", [pytest.param(base, id=base.name.replace(" ", "-")) for base in BASES])
 

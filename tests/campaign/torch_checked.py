@@ -134,9 +134,6 @@ class Before:
         self.skipped_steps = training.optimizer.skipped_steps
         self._values = [p.detach().clone() for p in training.params]
         self._trainable = [p.requires_grad for p in training.params]
-        self._deltas = [checks.delta_of(training, p) for p in training.params]
-        self._sizes = checks.sizes(training)
-        self._tuners = {row: checks.bits(groups[0]["mechanic_tuner"]) for row, groups in tuners_of(training).items()}
         self._scales = {row: checks.scale_of(groups[0]) for row, groups in tuners_of(training).items()}
 
     def check_step(self, training):
@@ -145,9 +142,7 @@ class Before:
         for row, groups in tuners_of(training).items():
             rate = max(float(group["lr"]) for group in groups)
             if rate <= 0 and training.config.settle:
-                assert checks.scale_of(groups[0]) == self._scales[row], (
-                    "S moved at a learning rate that is not positive"
-                )
+                assert checks.scale_of(groups[0]) == self._scales[row], f"S moved at a learning rate of {rate}"
             if training.config.settle and training.base.lr_acts_at_once and all(group["lr"] == 0 for group in groups):
                 unmoved.update(index for group in groups for index in training.indices(group))
         for index in unmoved:
@@ -159,8 +154,18 @@ class Before:
         for row in rows:
             assert checks.scale_of(tuners_of(training)[row][0]) == self._scales[row], "a new tuner learned from others"
 
-    def check_failed_step(self, training, *, has_worked):
-        """After a base has raised, before or after it has worked on some of the parameters.
+
+class BeforeFailure:
+    """What is remembered of the time before a step in which the base raises."""
+
+    def __init__(self, training):
+        self._values = [p.detach().clone() for p in training.params]
+        self._deltas = [checks.delta_of(training, p) for p in training.params]
+        self._sizes = checks.sizes(training)
+        self._tuners = {row: checks.bits(groups[0]["mechanic_tuner"]) for row, groups in tuners_of(training).items()}
+
+    def check(self, training, *, has_worked):
+        """The base has raised before or after it has worked on some of the parameters.
 
         On copies nothing has moved. On Delta what the base has added stays in it, and all else is as it was but for
         rounding. A frozen scale lets the base step on the parameters themselves.

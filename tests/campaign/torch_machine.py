@@ -13,7 +13,7 @@ import torch_prediction
 from hostile_checkpoints import HOSTILE
 from mechanic.torch import Mechanic
 from torch_bases import BY_NAME, CONFIGS
-from torch_checked import Before, CheckedMachine, tuners_of
+from torch_checked import BeforeFailure, CheckedMachine, tuners_of
 from torch_training import MOST_PARAMETERS, InjectedError, Training, raising, random, saved
 
 seeds = st.integers(0, 1000)
@@ -132,10 +132,10 @@ class TorchMachine(CheckedMachine):
     def base_raises(self, when, seed):
         self.ensure_training_mode()
         self.training.fill_gradients(seed)
-        before = Before(self.training)
+        before = BeforeFailure(self.training)
         with raising(self.optimizer.base, when), pytest.raises(InjectedError):
             self.optimizer.step()
-        before.check_failed_step(self.training, has_worked="after" in when)
+        before.check(self.training, has_worked="after" in when)
         self.is_observed = None
         self.check()
 

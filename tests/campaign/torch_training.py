@@ -149,7 +149,12 @@ class Training:
             group["lr"] = 1.0
             for key in ("initial_lr", "max_lr", "min_lr"):
                 group.pop(key, None)
-        self.optimizer = Mechanic(self.optimizer.base, **self.options)
+        base = self.optimizer.base
+        for state in base.state.values():  # float16 has no room for large moments, with or without Mechanic
+            for entry in state.values():
+                if torch.is_tensor(entry) and entry.dtype == torch.float16:
+                    entry.nan_to_num_()
+        self.optimizer = Mechanic(base, **self.options)
 
 
 def random(shape, dtype, generator):
