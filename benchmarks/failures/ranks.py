@@ -1,0 +1,71 @@
+"""Training on several processes, against one."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.failures import processes
+from benchmarks.failures.contenders import CONTENDERS, Contender
+from benchmarks.failures.verdicts import Outcome, right_if, theme
+
+situation = theme("Several processes")
+CLOSE = "Parameters are within 0.1% (of the way they went) of those of"
+
+
+@functools.cache
+def _alone(key: str) -> list[Tensor]:
+    model = processes.Uneven()
+    processes.train_uneven(CONTENDERS[key], model)
+    return processes.whole(model)
+
+
+def _close(found: list[Tensor], expected: list[Tensor]) -> Outcome:
+    a, b, start = (
+        torch.cat([t.flatten() for t in tensors]) for tensors in (found, expected, processes.whole(processes.Uneven()))
+    )
+    distance = ((a - b).norm() / (b - start).norm()).item()
+    return right_if(distance <= 1e-3, f"off by {distance:.2g} of the way")
+
+
+def _on_two_ranks(contender: Contender, job: str) -> list[Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        processes.start(job, contender.key, Path(folder), ranks=2)
+        result: list[Tensor] = torch.load(Path(folder) / "result.pt")
+    return result
+
+
+@situation("DDP", "Two ranks with half of the batch each.", f"{CLOSE} one process.", seconds=240.0)
+def ddp(contender: Contender) -> Outcome:
+    return _close(_on_two_ranks(contender, "ddp"), _alone(contender.key))
+
+
+@situation(
+    "FSDP2, uneven shards",
+    "fully_shard on two ranks, with sizes that do not divide by two and a parameter of one element.",
+    f"{CLOSE} one process.",
+    r"DTensor|shard|FSDP",
+    seconds=240.0,
+)
+def fsdp2(contender: Contender) -> Outcome:
+    return _close(_on_two_ranks(contender, "fsdp2"), _alone(contender.key))
+
+
+@situation(
+    "resume on another number of ranks",
+    "Saved under FSDP2 on two ranks with torch.distributed.checkpoint, resumed on one.",
+    f"{CLOSE} the uninterrupted run on two ranks.",
+    r"DTensor|shard|FSDP|checkpoint",
+    seconds=360.0,
+)
+def resharded(contender: Contender) -> Outcome:
+    expected = _on_two_ranks(contender, "fsdp2")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes.start("fsdp2_save", contender.key, folder, ranks=2)
+        processes.start("fsdp2_resume", contender.key, folder, ranks=1)
+        return _close(torch.load(folder / "result.pt"), expected)
