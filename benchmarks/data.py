@@ -178,7 +178,7 @@ def cached(name: str, make):
     """What takes long to prepare is kept on disk, for all workers and runs."""
     path = sources.cache_folder() / "prepared" / f"{name}.pt"
     if path.exists():
-        return torch.load(path)
+        return torch.load(path, weights_only=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = make()
     partial = path.with_suffix(f".{os.getpid()}")

@@ -102,7 +102,8 @@ class Oracle:
         rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
         self.largest_rate = max(self.largest_rate, rate)
         if d.settling:
-            s = self.s + rate / self.largest_rate * (s - self.s)
+            pace = max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
+            s = self.s + pace * (s - self.s)
         self.s_before, self.s = self.s, s
 
     def _kept_share(self) -> float:

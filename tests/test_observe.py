@@ -115,5 +115,5 @@ def test_groups_observe_apart():
     (weights[0].square().sum() + weights[1].square().sum()).backward()
     optimizer.step()
     after = optimizer.scales()
-    assert after["0"] != before["0"]
-    assert after["1"] == before["1"]
+    assert after["group 0"] != before["group 0"]
+    assert after["group 1"] == before["group 1"]

@@ -20,7 +20,7 @@ def random_sums(rng, tuners=3):
 
 
 def play(config, sums, tuners=3, state=None):
-    state = state or TunerState(*np.zeros((9, tuners, len(config.betas))))
+    state = state or TunerState(*np.zeros((len(TunerState._fields), tuners, len(config.betas))))
     for row in sums:
         state = update(state, row, np.array(config.betas), config, np)
     return state
@@ -39,7 +39,7 @@ def as_jax(array):
 def test_every_framework_agrees_with_numpy(config, module, convert):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        state = TunerState(*np.zeros((9, 3, len(config.betas))))
+        state = TunerState(*np.zeros((len(TunerState._fields), 3, len(config.betas))))
         twin = TunerState(*(convert(array) for array in state))
         betas = np.array(config.betas)
         for _ in range(50):
@@ -55,7 +55,7 @@ def test_every_framework_agrees_with_numpy(config, module, convert):
 def test_it_compiles_in_jax():
     config = TunerConfig()
     compiled = jax.jit(lambda state, sums: update(state, sums, jnp.asarray(config.betas), config, jnp))
-    state = TunerState(*jnp.zeros((9, 1, 5)))
+    state = TunerState(*jnp.zeros((len(TunerState._fields), 1, 5)))
     for _ in range(3):
         state = compiled(state, jnp.asarray([[-1.0, 0.0, 1.0, 4.0, 1.0]]))
     assert compiled._cache_size() == 1
@@ -82,7 +82,8 @@ def test_a_row_with_a_bad_sum_is_kept_and_the_others_go_on(column, bad):
     sums[1, column] = bad
     with np.errstate(invalid="ignore"):
         after = play(TunerConfig(), [sums], state=state)
-    for new, expected, old in zip(after, good, state, strict=True):
+    np.testing.assert_array_equal(after.nonfinite_steps[:, 0], [0, 1, 0])
+    for new, expected, old in zip(after[:-1], good[:-1], state[:-1], strict=True):
         np.testing.assert_array_equal(new[1], old[1])
         np.testing.assert_array_equal(new[[0, 2]], expected[[0, 2]])
 
@@ -118,7 +119,7 @@ def test_the_guard_does_not_hold_the_scale_up_where_delta_outgrows_it():
 
 def test_the_scale_goes_as_far_as_the_learning_rate_lets_it():
     rng, betas, config = np.random.default_rng(4), np.array(TunerConfig().betas), TunerConfig()
-    state = TunerState(*np.zeros((9, 3, len(betas))))
+    state = TunerState(*np.zeros((len(TunerState._fields), 3, len(betas))))
     for _ in range(10):
         state = update(state, random_sums(rng), betas, config, np, np.full(3, 7.0))
     sums = random_sums(rng)
@@ -128,6 +129,33 @@ def test_the_scale_goes_as_far_as_the_learning_rate_lets_it():
         np.testing.assert_allclose(total_scale(settled, np), scale + share * (wanted - scale), rtol=1e-12)
     risen = update(state, sums, betas, config, np, np.full(3, 14.0))
     np.testing.assert_array_equal(total_scale(risen, np), wanted)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_without_a_positive_learning_rate_the_scale_stays_where_it_is(rate):
+    rng, betas, config = np.random.default_rng(5), np.array(TunerConfig().betas), TunerConfig()
+    state = TunerState(*np.zeros((len(TunerState._fields), 3, len(betas))))
+    for _ in range(3):  # also where no step has had a positive one yet
+        state = update(state, random_sums(rng), betas, config, np, np.full(3, rate))
+        np.testing.assert_array_equal(state.scales, 0.0)
+    for _ in range(3):
+        state = update(state, random_sums(rng), betas, config, np, np.full(3, 1.0))
+    after = update(state, random_sums(rng), betas, config, np, np.full(3, rate))
+    np.testing.assert_array_equal(after.scales, state.scales)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-9, 1.0, 1e9, 1e18])
+def test_float32_carries_gradients_as_large_and_as_small_as_their_squares_allow(size):
+    rng, config = np.random.default_rng(6), TunerConfig(eps=0.0)
+    betas = np.array(config.betas)
+    state = TunerState(*np.zeros((len(TunerState._fields), 3, len(betas))))
+    narrow = TunerState(*(array.astype(np.float32) for array in state))
+    for _ in range(20):
+        sums = random_sums(rng) * [size**2, size, size**2, 1.0, size**2]  # Delta is in units of g under SGD
+        state = update(state, sums, betas, config, np)
+        narrow = update(narrow, sums.astype(np.float32), betas.astype(np.float32), config, np)
+    assert (narrow.steps == 20).all()
+    np.testing.assert_allclose(total_scale(narrow, np), total_scale(state, np), rtol=1e-4)
 
 
 def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units():

@@ -8,3 +8,12 @@ from mechanic.tuner import TunerConfig
 
 __all__ = ["TunerConfig", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> None:
+    if name in ("Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanize"):
+        raise ImportError(
+            f"mechanic has one module per framework: write `from mechanic.torch import {name}`"
+            + (", or `from mechanic.jax import mechanize` for JAX" if name in ("Mechanic", "mechanize") else "")
+        )
+    raise AttributeError(f"module 'mechanic' has no attribute {name!r}")

@@ -108,7 +108,7 @@ class TunerState(NamedTuple):
     """What a tuner remembers, each array [tuners, n]. All zeros is the state before the first step."""
 
     largest_feedback: Array  # m
-    variance: Array  # v
+    root_variance: Array  # sqrt(v): its square would leave the range of float32 long before the gradients do
     reward: Array  # r
     scales: Array  # s
     initial_norm: Array  # |x_1|; 0 until measured
@@ -116,6 +116,7 @@ class TunerState(NamedTuple):
     largest_scale: Array  # max S_k over k <= t
     steps: Array  # t, of those that had feedback
     largest_rate: Array  # max learning rate so far; 0 where none was told
+    nonfinite_steps: Array  # how many steps had sums that were not finite
 
 
 def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
@@ -154,12 +155,13 @@ def update(
 
     Returns:
         The tuners after the step. A row whose gradient is zero, or whose sums are not finite, is
-        returned as it was: such a step carries no feedback, and S must not drift on it.
+        returned as it was, but for the count of the latter: such a step carries no feedback, and S must not
+        drift on it.
 
     Example:
         >>> import numpy as np
         >>> config = TunerConfig()
-        >>> state = TunerState(*np.zeros((9, 1, 5)))
+        >>> state = TunerState(*np.zeros((10, 1, 5)))
         >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
         >>> state = update(state, sums, np.array(config.betas), config, np)
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
@@ -169,11 +171,11 @@ def update(
     n = len(config.betas)
     scale = xp.sum(state.scales, -1, keepdims=True)  # S, [tuners, 1]
 
-    some_param_sq = xp.where(param_sq > 0, param_sq, 1.0)  # where |x| = 0, <Delta,x> is 0 as well
-    feedback = delta_grad + config.decay * scale * xp.sqrt(grad_sq / some_param_sq) * delta_param  # h
+    param_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), 1.0)  # where |x| = 0, <Delta,x> is 0 as well
+    feedback = delta_grad + config.decay * scale * xp.sqrt(grad_sq) * (delta_param / param_norm)  # h
 
     largest_feedback = xp.maximum(betas * state.largest_feedback, xp.abs(feedback))
-    variance = betas**2 * state.variance + feedback**2
+    root_variance = xp.hypot(betas * state.root_variance, feedback)
     reward = xp.clip(betas * state.reward - state.scales * feedback, 0.0, None)
 
     first_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
@@ -187,7 +189,7 @@ def update(
         s_init = config.s_init
 
     wealth = s_init * largest_feedback / n + reward  # W
-    scales = wealth / xp.where(variance > 0, xp.sqrt(variance) + config.eps, 1.0)
+    scales = wealth / xp.where(root_variance > 0, root_variance + config.eps, 1.0)
     if config.guard:
         # Near interpolation one bad batch can zero every reward, and x would snap back to its start.
         # Halved is the distance from it, not S: where Delta is young, it grows many times over within a step.
@@ -200,11 +202,16 @@ def update(
         rate = rate.reshape(-1, 1)
         largest_rate = xp.maximum(largest_rate, rate)
         if config.settle:
-            pace = xp.where(largest_rate > 0, rate / xp.where(largest_rate > 0, largest_rate, 1.0), 1.0)
+            # At a learning rate of 0, or below it at the end of a linear schedule, S stays where it is.
+            pace = xp.clip(rate / xp.where(largest_rate > 0, largest_rate, 1.0), 0.0, 1.0)
             scales = state.scales + pace * (scales - state.scales)
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale
-    proposed = TunerState(largest_feedback, variance, reward, scales, *sizes, state.steps + 1, largest_rate)
-    usable = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback**2) & (grad_sq > 0)
-    return TunerState(*(xp.where(usable, new, old) for new, old in zip(proposed, state, strict=True)))
+    steps = state.steps + 1, largest_rate, state.nonfinite_steps
+    proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *steps)
+    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback)
+    learned = TunerState(
+        *(xp.where(finite & (grad_sq > 0), new, old) for new, old in zip(proposed, state, strict=True))
+    )
+    return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))

@@ -74,7 +74,11 @@ def test_scale_and_rate_are_logged_beside_the_loss_wherever_the_trainer_reports_
     scale = trainer.optimizer.optimizer.scales()["default"]
     history = trainer.state.log_history
     assert [entry["step"] for entry in history if "loss" in entry] == [2, 4, 6]
-    assert [entry["step"] for entry in history if "mechanic/scale" in entry] == [2, 4, 6]
+    ours = [entry for entry in history if "mechanic/scale" in entry]
+    assert [entry["step"] for entry in ours] == [2, 4, 6]
+    schedule = {entry["step"]: entry["learning_rate"] for entry in history if "learning_rate" in entry}
+    for entry in ours:  # of the same step as the Trainer's, and built at lr=1.0
+        assert entry["mechanic/lr"] == pytest.approx(entry["mechanic/scale"] * schedule[entry["step"]])
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     assert {"train/loss", "train/mechanic/scale", "train/mechanic/lr"} <= set(board.Tags()["scalars"])
     assert board.Scalars("train/mechanic/scale")[-1].value == pytest.approx(scale)

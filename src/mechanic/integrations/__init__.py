@@ -10,7 +10,8 @@ __all__ = ["readings"]
 
 
 def readings(optimizer: Any) -> dict[str, float]:
-    """What to log: S and the learning rate really applied, of every tuner, as plain numbers.
+    """What to log, as plain numbers: S and the effective learning rate of the last step, of every tuner, and how many
+    steps so far had gradients that were not finite.
 
     Args:
         optimizer: a Mechanic, or what a framework has wrapped around one (Accelerate, Lightning).
@@ -21,7 +22,7 @@ def readings(optimizer: Any) -> dict[str, float]:
         >>> from mechanic.torch import Mechanic
         >>> optimizer = Mechanic(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0))
         >>> readings(optimizer)
-        {'mechanic/scale': 0.0, 'mechanic/lr': 0.0}
+        {'mechanic/scale': 0.0, 'mechanic/lr': 0.0, 'mechanic/nonfinite_steps': 0}
 
     With several tuners their names follow: ``mechanic/scale/unet``.
     """
@@ -32,8 +33,9 @@ def readings(optimizer: Any) -> dict[str, float]:
         mechanic = mechanic.optimizer
     columns = {"scale": mechanic.scales(), "lr": mechanic.learning_rates()}
     alone = len(columns["scale"]) == 1
-    return {
+    by_key = {
         f"mechanic/{column}" if alone else f"mechanic/{column}/{tuner}": value
         for column, by_tuner in columns.items()
         for tuner, value in by_tuner.items()
     }
+    return {**by_key, "mechanic/nonfinite_steps": mechanic.nonfinite_steps}

@@ -12,11 +12,11 @@ __all__ = ["ScaleCallback"]
 
 
 class ScaleCallback(TrainerCallback):
-    """Logs S and the learning rate really applied, wherever the Trainer reports to.
+    """Logs S and the effective learning rate, wherever the Trainer reports to.
 
     ``trainer.add_callback(ScaleCallback(trainer))``. It logs on the steps on which the Trainer logs, in a record of
-    its own, under the keys of :func:`mechanic.integrations.readings`; ``mechanic/lr`` is the rate that the next step
-    starts from. The Trainer's ``learning_rate`` is the schedule alone.
+    its own, under the keys of :func:`mechanic.integrations.readings`; ``mechanic/lr`` is the rate of the step that was
+    made. The Trainer's ``learning_rate`` is the schedule alone.
     """
 
     def __init__(self, trainer: Trainer) -> None:

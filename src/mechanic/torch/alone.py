@@ -26,6 +26,7 @@ def step_alone(
     """
     groups = base.param_groups
     lrs, decays = ([group.get(key) for group in groups] for key in ("lr", "weight_decay"))
+    params = [group["params"] for group in groups]
     decays_here = not any(bucket.lends_delta_at is not None for bucket in buckets)  # not of Delta
     # Bases ask whether state[p] is empty to initialise it.
     own = {
@@ -48,14 +49,19 @@ def step_alone(
         for bucket in buckets:
             if bucket.has_grad or (instead and bucket.moves):
                 bucket.lend()
-        with _global_hooks_silenced():
+        if instead:  # it may move every parameter that it has, so it gets to see only those that are lent to it
+            seen = {p for bucket in buckets if bucket.moves for p in bucket.params}
+            for group in groups:
+                group["params"] = [p for p in group["params"] if p in seen]
+        with global_hooks_silenced():
             (instead or base.step)()
         has_stepped = True
     finally:
         stepped = [bucket.take_back() for bucket in buckets]
         for p, grad in idle_grads.items():
             p.grad = grad
-        for group, lr, decay in zip(groups, lrs, decays, strict=True):
+        for group, whole, lr, decay in zip(groups, params, lrs, decays, strict=True):
+            group["params"] = whole
             if lr is not None:
                 group["lr"] = lr
             if decay is not None:
@@ -73,7 +79,7 @@ def step_alone(
 
 
 @contextmanager
-def _global_hooks_silenced() -> Iterator[None]:
+def global_hooks_silenced() -> Iterator[None]:
     """Keep hooks on all optimizers to one call per step, Mechanic's; the base's step is part of it.
 
     torch looks its two registries up by name, so empty ones stand in for them meanwhile. Where other threads step

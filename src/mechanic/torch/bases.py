@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +41,10 @@ def refuse_unsuitable(base: Any, *, own_iterates: bool = False) -> None:
             f"write Mechanic({name}(params, lr=1.0)), or mechanize({name}) for a class"
         )
     if not isinstance(base, Optimizer):
-        raise TypeError(f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}")
+        raise TypeError(
+            f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}; "
+            "write Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))"
+        )
     reason = _reason_to_refuse(base)
     if reason and not (reason == _OWN_ITERATES and own_iterates):
         raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
@@ -49,6 +55,42 @@ def refuse_unsuitable(base: Any, *, own_iterates: bool = False) -> None:
         )
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError("Mechanic cannot differentiate through its step; build the base without differentiable=True")
+
+
+class DirectStepCheck:
+    """A hook on the base that warns, once, where somebody steps the base instead of the Mechanic around it."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._is_expected = False
+        self._has_warned = False
+        self._handle = base.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not (self._is_expected or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                f"the step() of {type(optimizer).__name__} was called directly, so its update was applied unscaled; "
+                "call the step() of the Mechanic around it",
+                stacklevel=4,
+            )
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """While Mechanic itself steps the base."""
+        self._is_expected = True
+        try:
+            yield
+        finally:
+            self._is_expected = False
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def has_hooks(base: Optimizer) -> bool:
+    """Whether somebody may look at the base's parameters around its step."""
+    pre_hooks: Iterable[Any] = base._optimizer_step_pre_hooks.values()
+    return bool(base._optimizer_step_post_hooks) or any(not isinstance(hook, DirectStepCheck) for hook in pre_hooks)
 
 
 def _reason_to_refuse(base: Optimizer) -> str | None:
@@ -68,17 +110,6 @@ def _reason_to_refuse(base: Optimizer) -> str | None:
     return None
 
 
-_LINEAR_IN_LR = {
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Muon"),
-    *("Lion", "ADOPT", "Adan", "Lamb"),  # of pytorch_optimizer; its SOAP decays what it has just stepped
-}
-
-
-def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr."""
-    return type(base).__name__ in _LINEAR_IN_LR
-
-
 _BLIND = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -91,7 +122,7 @@ def decays_of_blind(base: Optimizer) -> list[float] | None:
     By param group, times lr: its update is what it would be anywhere, less so much of x. None where it may look, or
     somebody else may, or where lr is 0 or may be: such a step has to leave every bit of the parameters as it is.
     """
-    if type(base) not in _BLIND or base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+    if type(base) not in _BLIND or has_hooks(base):
         return None
     decays = []
     for group in base.param_groups:

@@ -14,10 +14,7 @@ from mechanic.torch import vectors
 from mechanic.torch.checkpoint import DELTA, RESIDUAL
 from mechanic.torch.groups import Group, rows_of
 from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, locals_of, set_local
-
-
-def is_half_precision(dtype: torch.dtype) -> bool:
-    return vectors.working_dtype(dtype) != dtype
+from mechanic.torch.vectors import is_half_precision
 
 
 def own_state(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str, Tensor]:
@@ -92,7 +89,14 @@ class Bucket:
 
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
-        vectors.clear_unless(self._own(finite), self._grads())
+        flag = self._own(finite)
+        if vectors.is_at_hand(flag) and flag:
+            return
+        if not self.sharded:
+            for p in self.params:
+                if p.grad is not None and not vectors.can_be_cleared(p.grad):
+                    p.grad = p.grad.clone().resolve_neg().resolve_conj().contiguous()
+        vectors.clear_unless(flag, self._grads())
 
     def lend(self) -> None:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
@@ -120,10 +124,14 @@ class Bucket:
         return stepped
 
     def give_up(self, stepped: list[Tensor]) -> None:
-        """The base has failed. What it did to copies is lost; what it did to Delta stays, at the S of before."""
+        """The base has failed: bring parameters and Delta back to where they were.
+
+        What the base did to copies is lost. What it may have added to Delta already stays in it, at the S of before,
+        as a bare optimizer that fails halfway has moved some of its parameters.
+        """
         if stepped and self.lends_delta_at is not None:
-            scale = self.lends_delta_at if self.kept is None else self.lends_delta_at / self.kept
-            vectors.rescale(self._local_params(), self.deltas, self._scalar(scale))
+            scale, kept = self._scalar(self.lends_delta_at), None if self.kept is None else self._scalar(self.kept)
+            vectors.undo_retreat(self._local_params(), self.deltas, scale, self.decay, kept)
 
     def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor) -> None:
         """Scale what the base did, with S and S', [tuners]."""
@@ -216,6 +224,12 @@ def buckets_of(
             has_grad = grad is not None
             # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
             moves = has_grad or DELTA in kept
+            if DELTA in kept and kept[DELTA].shape != p.shape:
+                raise ValueError(
+                    f"a parameter has shape {tuple(p.shape)} now, and its state 'mechanic_delta' still "
+                    f"{tuple(kept[DELTA].shape)}; where parameters are resized in mid-training, resize all tensors of "
+                    "optimizer.state[p] with them, with zeros for new elements of 'mechanic_delta'"
+                )
             key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
             if (bucket := buckets.get(key)) is None:
                 bucket = buckets[key] = Bucket(*key)

@@ -1,7 +1,7 @@
 """What Mechanic keeps in a checkpoint, and what it accepts from one.
 
 Everything lives where PyTorch's checkpoint routes look: Delta beside the base's own state of each
-parameter, the tuner in each param group. Only tensors, ints and floats are stored, which is what
+parameter, the tuner in each param group. Only tensors, numbers and one string are stored, which is what
 ``torch.load(weights_only=True)`` and torch.distributed.checkpoint both take.
 
 ===================  ==========================  =====================================================
@@ -10,36 +10,48 @@ where                key                         what
 ``state[p]``         ``mechanic_delta``          Delta, shaped and placed like p, at least float32;
                                                  none once the scale is frozen
 ``state[p]``         ``mechanic_residual``       of half-precision p only: what rounding cut off
-``param_groups[i]``  ``mechanic_format``         3, the number of this layout
+``param_groups[i]``  ``mechanic_format``         1, the number of this layout
+``param_groups[i]``  ``mechanic_base``           the class name of the base
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``          [10, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_tuner``          [11, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``           the learning rate that counts as 1
+``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step, once there was one
 ``param_groups[i]``  ``mechanic_frozen``         S, where it has been frozen
 ``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, where any was
 ``param_groups[i]``  ``mechanic_own_iterates``   1, where the base steps on iterates of its own
 ``param_groups[i]``  ``d``                       S / unit, the factor that ``lr`` is really applied with
 ===================  ==========================  =====================================================
+
+A checkpoint is checked as a whole before anything is changed; a ValueError names the entry that does not fit.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-import torch
+from torch import Tensor
 
-FORMAT = 3
-"""1 had a tuner of seven rows, without the largest S so far and the number of steps; 2 had no largest learning rate."""
+from mechanic.torch.vectors import is_half_precision
+from mechanic.tuner import TunerState
+
+FORMAT = 1
 
 DELTA = "mechanic_delta"
 RESIDUAL = "mechanic_residual"
 STATE_KEYS = (DELTA, RESIDUAL)
-GROUP_KEYS = ("mechanic_format", "mechanic_row", "mechanic_tuner", "mechanic_unit")
-OPTIONAL_GROUP_KEYS = ("mechanic_frozen", "mechanic_skipped", "mechanic_own_iterates", "d")
+GROUP_KEYS = ("mechanic_format", "mechanic_base", "mechanic_row", "mechanic_tuner", "mechanic_unit")
+OPTIONAL_GROUP_KEYS = ("mechanic_lr", "mechanic_frozen", "mechanic_skipped", "mechanic_own_iterates", "d")
 
 StateDict = dict[str, Any]
+Group = dict[str, Any]
+Shapes = dict[str, tuple[int, ...] | None]
+"""Of the entries that a base makes for a parameter: the shape of a tensor, None for anything else."""
 
 
-def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, torch.Tensor]]]:
+def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
     """Part Mechanic's tensors from the base's: its ``load_state_dict`` would cast them to the parameter's dtype.
 
     Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was.
@@ -54,73 +66,245 @@ def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, to
     return {**state_dict, "state": state}, own
 
 
-def upgraded(state_dict: StateDict) -> StateDict:
-    """A shallow copy in today's format. A run from before anything was forgotten goes on without forgetting."""
-    groups = []
-    for group in state_dict["param_groups"]:
-        saved = int(group.get("mechanic_format", FORMAT))
-        if saved < FORMAT:
-            tuner = group["mechanic_tuner"]  # the scales in row 4
-            if saved == 1:
-                largest_scale = torch.full_like(tuner[:1], float(tuner[4].sum()))
-                many_steps = torch.full_like(tuner[:1], 1e9)
-                tuner = torch.cat([tuner, largest_scale, many_steps])
-            largest_rate = torch.full_like(tuner[:1], float(group["mechanic_unit"]))
-            tuner = torch.cat([tuner, largest_rate])
-            group = {**group, "mechanic_format": FORMAT, "mechanic_tuner": tuner}
-        groups.append(group)
-    return {**state_dict, "param_groups": groups}
-
-
 def is_plain(state_dict: StateDict) -> bool:
     """Whether nothing of Mechanic's is in it: the checkpoint of a bare optimizer."""
     in_groups = any(key in group for group in state_dict["param_groups"] for key in GROUP_KEYS)
     return not in_groups and not any(_holds_delta(entry) for entry in state_dict["state"].values())
 
 
-def validate(state_dict: StateDict, groups: list[dict[str, Any]]) -> None:
-    """Raise a ValueError that names what does not fit, before anything has been changed."""
-    saved_groups = state_dict["param_groups"]
-    newest = max(int(group.get("mechanic_format", 0)) for group in saved_groups)
-    if newest > FORMAT:
-        raise ValueError(
-            f"the checkpoint has mechanic_format {newest}, this version reads up to {FORMAT}; upgrade mechanic"
-        )
-    if missing := _missing_entries(state_dict):
+def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tensor, Shapes]) -> None:
+    """Raise a ValueError that names what does not fit, before anything has been changed.
+
+    Args:
+        state_dict: the checkpoint.
+        groups: the param groups it is to be loaded into.
+        expected: what the base is known to keep of each parameter, where that is known.
+    """
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
+        for key, value in saved.items():
+            where = f"param_groups[{index}][{key!r}]"
+            if key in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
+                raise ValueError(f"{where} must be None, True or False, got {value!r}")
+            if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_"):
+                _check_option(where, value, group[key])
+    if not is_plain(state_dict):
+        _check_complete(state_dict, groups)
+        _check_groups(state_dict["param_groups"], groups)
+        _check_tuners(state_dict["param_groups"], groups)
+    known = {key for key, _ in _saved_params(state_dict, groups)}
+    if expected and (strangers := [key for key in state_dict["state"] if key not in known]):
+        raise ValueError(f"state[{strangers[0]!r}] belongs to no parameter of the checkpoint's param_groups")
+    for key, p in _saved_params(state_dict, groups):
+        if entry := state_dict["state"].get(key):
+            _check_state(f"state[{key!r}]", entry, p, expected.get(p, {}))
+
+
+def require_options(saved: list[Group], before: list[Group], after: list[Group]) -> None:
+    """Raise where an option of the base is missing from a checkpoint, unless the base has filled in the same value."""
+    # Schedulers and users add entries to groups, so a checkpoint from before them lacks those.
+    added_later = {"params", "initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS}
+    for index, (old, former, group) in enumerate(zip(saved, before, after, strict=True)):
+        own = {"d"} if not isinstance(former.get("d"), Tensor) else set()  # Adafactor's, a number
+        for key in sorted((set(former) & (own | set(former) - added_later)) - set(old)):
+            if key not in group or group[key] != former[key]:
+                raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
+
+
+def check_structure(state_dict: Any, groups: list[Group]) -> None:
+    """Raise where it is not an optimizer's state dict, or one with other groups or other numbers of parameters."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"the checkpoint must be an optimizer's state_dict, got {type(state_dict).__name__}")
+    saved_groups, state = (state_dict.get(key) for key in ("param_groups", "state"))
+    if not isinstance(state, dict):
+        raise ValueError(f"the checkpoint's 'state' must be a dict, got {type(state).__name__}")
+    if not (isinstance(saved_groups, list) and all(isinstance(group, dict) for group in saved_groups)):
+        raise ValueError("the checkpoint's 'param_groups' must be a list of dicts")
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        if saved.get("mechanic_base", group["mechanic_base"]) != group["mechanic_base"]:
+            raise ValueError(
+                f"param_groups[{index}]['mechanic_base']: the checkpoint is of a Mechanic around "
+                f"{saved['mechanic_base']}, this one is around {group['mechanic_base']}"
+            )
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the checkpoint has {len(saved_groups)} param_groups, this optimizer has {len(groups)}")
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        params = saved.get("params")
+        if not (isinstance(params, list) and all(isinstance(key, int | str) for key in params)):
+            raise ValueError(f"param_groups[{index}]['params'] must be a list of numbers, got {params!r}")
+        if len(params) != (here := len(group["params"])):
+            raise ValueError(f"param_groups[{index}]['params'] has {len(params)} parameters, the group here has {here}")
+    for key, entry in state.items():
+        if isinstance(key, int) and not any(key in group["params"] for group in saved_groups):
+            raise ValueError(f"state[{key}] belongs to no parameter of the checkpoint's param_groups")
+        if any(key in group["params"] for group in saved_groups) and not isinstance(entry, dict):
+            raise ValueError(f"state[{key!r}] must be a dict, got {type(entry).__name__}")
+
+
+def _check_option(where: str, saved: Any, here: Any) -> None:
+    """Compare the kind of an option of the base with the one that it is to replace."""
+    if _is_number(here) and not isinstance(here, bool):
+        if not _is_number(saved) or (math.isfinite(here) and not math.isfinite(saved)):
+            raise ValueError(f"{where} must be a finite number, got {saved!r}")
+    elif isinstance(here, bool):
+        if saved not in (True, False) or isinstance(saved, Tensor):
+            raise ValueError(f"{where} must be True or False, got {saved!r}")
+    elif here is None:
+        if not (saved is None or isinstance(saved, bool | str) or _is_number(saved)):
+            raise ValueError(f"{where} is None here, got {saved!r}")
+    elif isinstance(here, tuple | list):
+        if not isinstance(saved, tuple | list) or len(saved) != len(here):
+            raise ValueError(f"{where} must be {len(here)} values, got {saved!r}")
+        for index, (one, other) in enumerate(zip(saved, here, strict=True)):
+            _check_option(f"{where}[{index}]", one, other)
+    elif isinstance(here, str) and not (saved is None or isinstance(saved, str)):
+        raise ValueError(f"{where} must be a string, got {saved!r}")
+
+
+def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        where = f"param_groups[{index}]"
+        if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
+            had, has = ("mechanic_own_iterates" in g for g in (saved, group))
+            raise ValueError(
+                f"{where}['mechanic_own_iterates']: the checkpoint was made with own_iterates={had}, "
+                f"this optimizer has own_iterates={has}"
+            )
+        _check_tuner(f"{where}['mechanic_tuner']", saved["mechanic_tuner"], group["mechanic_tuner"])
+        _whole_number(f"{where}['mechanic_row']", saved["mechanic_row"])
+        _whole_number(f"{where}['mechanic_skipped']", saved.get("mechanic_skipped", 0))
+        for key in ("mechanic_unit", "mechanic_frozen"):
+            value = saved.get(key, 1.0)
+            if isinstance(value, bool) or not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
+        if not (_is_number(lr := saved.get("mechanic_lr", 0.0)) and math.isfinite(lr)):
+            raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
+
+
+def _check_tuner(where: str, saved: Any, here: Tensor) -> None:
+    rows = 1 + len(TunerState._fields)
+    if not (isinstance(saved, Tensor) and saved.is_floating_point() and saved.ndim == 2 and len(saved) == rows):
+        kind = f"of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
+        raise ValueError(f"{where} must be a floating-point tensor of {rows} rows, got one {kind}")
+    betas, betas_here = saved[0].tolist(), here[0].tolist()
+    if len(betas) != len(betas_here) or any(abs(a - b) > 1e-7 for a, b in zip(betas, betas_here, strict=True)):
+        raise ValueError(f"{where} was tuned with betas {betas}, this optimizer has {betas_here}")
+    if not bool(saved.isfinite().all()) or bool((saved < 0).any()):
+        raise ValueError(f"{where} holds numbers that are negative or not finite")
+
+
+def _check_tuners(saved_groups: list[Group], groups: list[Group]) -> None:
+    """Groups that share a tuner must share it in both, and agree on it; names that were given must be the same."""
+    first_saved: dict[int, int] = {}
+    first_here: dict[int, int] = {}
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        where = f"param_groups[{index}]"
+        name, name_here = (g.get("tuner") for g in (saved, group))
+        if name != name_here:
+            raise ValueError(f"{where}['tuner'] was {name!r} when saved, here it is {name_here!r}")
+        leader = first_saved.setdefault(int(saved["mechanic_row"]), index)
+        leader_here = first_here.setdefault(group["mechanic_row"], index)
+        if leader != leader_here:
+            raise ValueError(
+                f"{where}['mechanic_row']: it shared the tuner of group {leader} when saved, here it has that of group "
+                f"{leader_here}; group the parameters as they were when saved"
+            )
+        for key in ("mechanic_tuner", "mechanic_unit", "mechanic_frozen"):
+            first = saved_groups[leader].get(key)
+            same = first.equal(saved[key]) if isinstance(first, Tensor) else first == saved.get(key)
+            if not same:
+                raise ValueError(f"{where}[{key!r}] differs from that of group {leader}, whose tuner it shares")
+    if len({"mechanic_frozen" in group for group in saved_groups}) > 1:
+        raise ValueError("some of the checkpoint's param_groups have 'mechanic_frozen' and some do not")
+
+
+def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
+    saved_groups, state = state_dict["param_groups"], state_dict["state"]
+    for index, group in enumerate(saved_groups):
+        saved = _whole_number(f"param_groups[{index}]['mechanic_format']", group.get("mechanic_format", FORMAT))
+        if saved != FORMAT:
+            raise ValueError(
+                f"the checkpoint has mechanic_format {saved}, this version reads {FORMAT}; upgrade mechanic"
+            )
+    frozen = "mechanic_frozen" in saved_groups[0]
+    has_residuals = any(isinstance(entry, dict) and RESIDUAL in entry for entry in state.values())
+    missing = [
+        f"param_groups[{index}][{key!r}]"
+        for index, group in enumerate(saved_groups)
+        for key in GROUP_KEYS
+        if key not in group
+    ]
+    for key, p in _saved_params(state_dict, groups):
+        # A parameter without any state never had a gradient, and so has no Delta either.
+        wanted = [DELTA] * (not frozen) + [RESIDUAL] * (has_residuals and is_half_precision(p.dtype))
+        if entry := state.get(key):
+            missing += [f"state[{key!r}][{name!r}]" for name in wanted if name not in entry]
+    for index, group in enumerate(saved_groups):
+        if not (missing or frozen or any(_holds_delta(state.get(key)) for key in _of_same_tuner(saved_groups, group))):
+            tuner = group["mechanic_tuner"]
+            if isinstance(tuner, Tensor) and tuner.ndim == 2 and bool(tuner[1:].any()):
+                missing.append(
+                    f"{DELTA!r} of any parameter of param_groups[{index}], whose tuner has learned from steps"
+                )
+    if missing:
         raise ValueError(
             f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
             "load it whole, or remove every mechanic_* entry to start with a fresh tuner"
         )
-    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
-        saved_betas, betas = (g["mechanic_tuner"][0].tolist() for g in (saved, group))
-        if len(saved_betas) != len(betas) or any(abs(a - b) > 1e-7 for a, b in zip(saved_betas, betas, strict=True)):
-            raise ValueError(f"param_groups[{index}] was tuned with betas {saved_betas}, this optimizer has {betas}")
-        if ("mechanic_own_iterates" in saved) != ("mechanic_own_iterates" in group):
-            had, has = ("mechanic_own_iterates" in g for g in (saved, group))
-            raise ValueError(f"the checkpoint was made with own_iterates={had}, this optimizer has own_iterates={has}")
-        if int(saved["mechanic_row"]) != group["mechanic_row"]:
-            raise ValueError(
-                f"param_groups[{index}] belonged to tuner {int(saved['mechanic_row'])}, "
-                f"here it belongs to tuner {group['mechanic_row']}; group the parameters as they were when saved"
-            )
 
 
-def _missing_entries(state_dict: StateDict) -> list[str]:
-    missing = [
-        f"param_groups[{index}][{key!r}]"
-        for index, group in enumerate(state_dict["param_groups"])
-        for key in GROUP_KEYS
-        if key not in group
-    ]
-    # A parameter without any state never had a gradient, and so has no Delta either.
-    return missing + [
-        f"state[{key!r}][{DELTA!r}]"
-        for group in state_dict["param_groups"]
-        for key in group["params"]
-        if "mechanic_frozen" not in group
-        if (entry := state_dict["state"].get(key)) and not _holds_delta(entry)
-    ]
+def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes) -> None:
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            raise ValueError(f"{where}[{name!r}] holds NaN")
+    for name in STATE_KEYS:
+        if name not in entry:
+            continue
+        value = entry[name]
+        if not (isinstance(value, Tensor) and value.shape == p.shape):
+            kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{where}[{name!r}] must be a tensor of shape {tuple(p.shape)}, got one {kind}")
+        if value.is_complex() != p.is_complex() or not (value.is_complex() or value.is_floating_point()):
+            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and the parameter {p.dtype}")
+        if name == DELTA and is_half_precision(value.dtype):
+            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in at least float32")
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
+    for name, shape in expected.items():
+        if name not in entry:
+            raise ValueError(f"{where}[{name!r}] is missing")
+        value = entry[name]
+        if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
+        fits = isinstance(value, Tensor) and tuple(value.shape) == shape
+        if not (fits or shape is None or (shape == () and _is_number(value))):
+            kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{where}[{name!r}] must be a tensor of shape {shape}, got one {kind}")
+
+
+def _of_same_tuner(saved_groups: list[Group], group: Group) -> list[Any]:
+    """The parameters' ids of all groups that share the tuner of one."""
+    sharing = (other for other in saved_groups if other["mechanic_row"] == group["mechanic_row"])
+    return list(chain.from_iterable(other["params"] for other in sharing))
+
+
+def _saved_params(state_dict: StateDict, groups: list[Group]) -> list[tuple[Any, Tensor]]:
+    saved, here = (
+        chain.from_iterable(group["params"] for group in some) for some in (state_dict["param_groups"], groups)
+    )
+    return list(zip(saved, here, strict=True))
 
 
 def _holds_delta(entry: Any) -> bool:
     return isinstance(entry, dict) and DELTA in entry
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    )
+
+
+def _whole_number(where: str, value: Any) -> int:
+    if not (_is_number(value) and math.isfinite(value) and value == int(value) and value >= 0):
+        raise ValueError(f"{where} must be a whole number, got {value!r}")
+    return int(value)

@@ -8,6 +8,7 @@ joined for the call, and what it changed is copied back.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections import defaultdict
@@ -19,9 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import vectors
-from mechanic.torch.buckets import Bucket, is_half_precision
+from mechanic.torch.bases import has_hooks
+from mechanic.torch.buckets import Bucket
 from mechanic.torch.checkpoint import DELTA
 from mechanic.torch.groups import Group, rows_of
+from mechanic.torch.vectors import is_half_precision
 
 SHORT = 1 << 14
 """Tensors of fewer elements are joined, up to :data:`LONGEST_JOIN`: a call of a compiled kernel costs some 60 µs."""
@@ -107,9 +110,11 @@ def _adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> tuple
 
 
 def _read_adam(base: Any, group: Group) -> tuple[list[list[Tensor]], list[tuple[float, ...]]]:
-    found: list[list[Any]] = [[] for _ in range(6)]
-    base._init_group(group, *found)  # makes the state where there is none, as the base's own step does
-    _, _, first, second, _, steps = found
+    found: dict[str, Any] = {name: [] for name in _lists_to_fill(base._init_group.__func__)}
+    if "amsgrad" in found:  # until torch 2.6 AdamW has a flag among the lists
+        found["amsgrad"] = group["amsgrad"]
+    base._init_group(group, **found)  # makes the state where there is none, as the base's own step does
+    first, second, steps = found["exp_avgs"], found["exp_avg_sqs"], found["state_steps"]
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2), decay = group["lr"] / group["mechanic_unit"], group["betas"], group["weight_decay"]
     is_decoupled = type(base) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
@@ -120,6 +125,12 @@ def _read_adam(base: Any, group: Group) -> tuple[list[list[Tensor]], list[tuple[
             corrections = 1 / (1 - beta1**t), (1 - beta2**t) ** -0.5
             by_step[t] = (lr, beta1, 1 - beta1, beta2, 1 - beta2, *corrections, group["eps"], *decays)
     return [first, second], [by_step[t] for t in values]
+
+
+@functools.cache
+def _lists_to_fill(init_group: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments of Adam's ``_init_group`` after self and the group; they differ between versions of torch."""
+    return tuple(inspect.signature(init_group).parameters)[2:]
 
 
 def _sgd(x: Tensor, g: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +191,7 @@ def why_not_whole(base: Optimizer) -> str | None:
     """What keeps base and Mechanic from being compiled as one; None where nothing does."""
     if type(base) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"{type(base).__name__} is not one of torch's SGD, Adam and AdamW"
-    if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+    if has_hooks(base):
         return f"hooks are registered on the step of {type(base).__name__}"
     for group in base.param_groups:
         if isinstance(group["lr"], Tensor) or group.get("capturable"):

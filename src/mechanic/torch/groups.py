@@ -5,6 +5,7 @@ Every group holds a copy of its tuner's row, so that no checkpoint route can par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic.torch.checkpoint import DELTA, FORMAT
+from mechanic.torch.checkpoint import DELTA, FORMAT, GROUP_KEYS, OPTIONAL_GROUP_KEYS
 from mechanic.torch.vectors import tuner_dtype
 from mechanic.tuner import TunerConfig, TunerState
 
 Group = dict[str, Any]
 
-_SCALES = 1 + TunerState._fields.index("scales")  # in a group's tuner, after the betas
+# Rows of a group's tuner, after the betas.
+_SCALES = 1 + TunerState._fields.index("scales")
+_STEPS = 1 + TunerState._fields.index("steps")
+_NONFINITE_STEPS = 1 + TunerState._fields.index("nonfinite_steps")
 
 
 def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
@@ -61,36 +65,76 @@ def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
 
 def tuner_names(groups: list[Group], *, per_group: bool) -> list[str]:
     """The name of every group's tuner."""
-    return [
-        str(group["tuner"]) if group.get("tuner") is not None else str(index) if per_group else "default"
-        for index, group in enumerate(groups)
-    ]
+    named = {str(group["tuner"]) for group in groups if group.get("tuner") is not None}
+    names = []
+    for index, group in enumerate(groups):
+        if group.get("tuner") is not None:
+            names.append(str(group["tuner"]))
+        elif per_group and (name := f"group {index}") in named:
+            raise ValueError(
+                f"a group names the tuner {name!r}, which is what per_group=True calls that of group {index}"
+            )
+        else:
+            names.append(f"group {index}" if per_group else "default")
+    return names
 
 
-def enter(groups: list[Group], config: TunerConfig, unit: float | None, *, per_group: bool) -> None:
-    """Give new groups their tuner: that of the groups they share one with, or a fresh one."""
+def by_tuner(groups: list[Group], *, per_group: bool) -> dict[str, list[Group]]:
+    """The groups that share a tuner, by its name."""
+    sharing: dict[str, list[Group]] = {}
+    for name, group in zip(tuner_names(groups, per_group=per_group), groups, strict=True):
+        sharing.setdefault(name, []).append(group)
+    return sharing
+
+
+def is_entered(group: Group) -> bool:
+    """Whether Mechanic keeps its entries in the group."""
+    return "mechanic_format" in group
+
+
+def enter(groups: list[Group], config: TunerConfig, unit: float | None, base_name: str, *, per_group: bool) -> None:
+    """Give new groups their tuner: that of the groups they share one with, or a fresh one.
+
+    Everything is checked before the first group is changed.
+    """
     if len(params := list(params_of(groups))) != len({id(p) for p in params}):
         raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
-    names = tuner_names(groups, per_group=per_group)
-    rows = {name: row for row, name in enumerate(dict.fromkeys(names))}
-    for group, name in zip(groups, names, strict=True):
-        if "mechanic_format" in group:
+    entered = [group for group in groups if is_entered(group)]
+    of_all = {key: entered[0][key] for key in ("mechanic_skipped",) if entered and key in entered[0]}
+    next_row = 1 + max((group["mechanic_row"] for group in entered), default=-1)
+    additions: list[tuple[Group, Group]] = []
+    for name, sharing in by_tuner(groups, per_group=per_group).items():
+        new = [group for group in sharing if not is_entered(group)]
+        known = next((group for group in sharing if is_entered(group)), None)
+        if not new:
             continue
-        sharing = [g for g, other in zip(groups, names, strict=True) if other == name]
-        known = next((g for g in sharing if "mechanic_format" in g), None)
         if known is not None:
-            group.update({key: known[key] for key in ("mechanic_frozen", "mechanic_skipped") if key in known})
-        elif any("mechanic_frozen" in g for g in groups):
+            shared = {key: known[key] for key in ("mechanic_row", "mechanic_unit", "mechanic_frozen") if key in known}
+        elif any("mechanic_frozen" in group for group in entered):
             raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
-        group["mechanic_format"] = FORMAT
-        group["mechanic_row"] = rows[name]
-        group["mechanic_tuner"] = known["mechanic_tuner"].clone() if known else _fresh_tuner(group, groups, config)
-        group["mechanic_unit"] = known["mechanic_unit"] if known else unit or unit_of(sharing)
+        else:
+            shared = {"mechanic_row": next_row, "mechanic_unit": unit or unit_of(sharing)}
+            next_row += 1
+        for group in new:
+            tuner = known["mechanic_tuner"].clone() if known else _fresh_tuner(group, groups, config)
+            own = {"mechanic_format": FORMAT, "mechanic_base": base_name, "mechanic_tuner": tuner}
+            additions.append((group, own | shared | of_all))
+    for group, entries in additions:
+        group.update(entries)
+
+
+def leave(groups: list[Group]) -> None:
+    """Take out all that Mechanic keeps in the groups."""
+    for group in groups:
+        for key in (*GROUP_KEYS, *OPTIONAL_GROUP_KEYS):
+            if key != "d" or isinstance(group.get("d"), Tensor):  # Adafactor has a d of its own, a number
+                group.pop(key, None)
 
 
 def _fresh_tuner(group: Group, groups: list[Group], config: TunerConfig) -> Tensor:
     first = next(params_of([group, *groups]), None)
-    device = torch.device("cpu") if first is None else first.device
+    # On the meta device the betas would be lost; read_tuners moves the tuner to where the parameters are.
+    device = torch.device("cpu") if first is None or first.is_meta else first.device
     unused = [[0.0] * len(config.betas)] * len(TunerState._fields)
     return torch.tensor([config.betas, *unused], dtype=tuner_dtype(device), device=device)
 
@@ -99,9 +143,12 @@ def unit_of(groups: list[Group]) -> float:
     """The learning rate the groups were built with: the peak of a schedule, not where it stands now."""
     peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
     sizes = [float(peak) for peak in peaks if peak is not None]
+    if not all(math.isfinite(size) for size in sizes):
+        raise ValueError(f"a learning rate must be a finite number, got {sizes}; build the base with e.g. lr=1.0")
     if sizes and not max(sizes) > 0:
         raise ValueError(
-            "every learning rate is 0, so there is no step to scale; build the base with any positive lr, e.g. lr=1.0"
+            f"every learning rate is 0 or less, got {sizes}, so there is no step to scale; "
+            "build the base with any positive lr, e.g. lr=1.0"
         )
     return max(sizes, default=1.0)
 
@@ -109,6 +156,25 @@ def unit_of(groups: list[Group]) -> float:
 def scale_of(group: Group) -> Tensor:
     """S, 0-dim."""
     return group["mechanic_tuner"].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
+
+
+def step_counts(groups: list[Group]) -> tuple[int, int]:
+    """How many steps had feedback, and how many had gradients that were not finite; of the tuner with most of each.
+
+    Reads from the device.
+    """
+    tuners = torch.stack([group["mechanic_tuner"].cpu() for group in groups])
+    return int(tuners[:, _STEPS].max()), int(tuners[:, _NONFINITE_STEPS].max())
+
+
+def remember_rates(groups: list[Group]) -> None:
+    """Keep the learning rate of the step that was made: schedulers have written the next one when it is asked for."""
+    for group in groups:
+        lr, former = group.get("lr"), group.get("mechanic_lr")
+        if isinstance(lr, Tensor) and isinstance(former, Tensor):
+            former.copy_(lr)  # in place, as CUDA graphs need it
+        elif lr is not None:
+            group["mechanic_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def rows_of(groups: list[Group]) -> dict[int, int]:

@@ -26,13 +26,24 @@ RESIDUAL_DTYPE = torch.bfloat16
 
 def tuner_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it: 1 - 0.999999 leaves one digit of a float32."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+@functools.cache
+def _has_float64(device: torch.device) -> bool:
+    if device.type == "xpu":  # Intel's data-centre GPUs have it, Arc does not
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
 
 
 @functools.cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32, for Delta and for the values a base steps on: a sum of small steps outgrows half precision."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def is_half_precision(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16, torch.complex32)
 
 
 def measure(
@@ -134,9 +145,7 @@ def is_at_hand(tensor: Tensor) -> bool:
 
 
 def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
-    """Zero all tensors where the flag, 0-dim, is down. By their bits: infinity times zero is not zero."""
-    if is_at_hand(flag) and flag:
-        return
+    """Zero all tensors in place where the flag, 0-dim, is False. By their bits: infinity times zero is not zero."""
     masks: dict[torch.dtype, Tensor] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -144,6 +153,12 @@ def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
         if integer not in masks:
             masks[integer] = -flag.to(integer)  # all bits, or none
         real.view(integer).bitwise_and_(masks[integer])
+
+
+def can_be_cleared(tensor: Tensor) -> bool:
+    """Whether :func:`clear_unless` can write to it: expanded tensors and lazy negations or conjugates cannot be."""
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not (is_expanded or tensor.is_neg() or tensor.is_conj())
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -184,6 +199,19 @@ def retreat(
             torch._foreach_mul_(d, of_delta)
         if decay:
             _add_scaled(d, x, of_value)
+
+
+def undo_retreat(
+    values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, kept: Tensor | None = None
+) -> None:
+    """Take :func:`retreat` back, in place, up to rounding."""
+    of_delta = (1.0 if kept is None else kept) - decay * scale
+    for x, d in _batches(values, deltas):
+        if decay:
+            _add_scaled(d, x, torch.full_like(scale, decay))
+        if decay or kept is not None:
+            torch._foreach_mul_(d, 1 / of_delta)
+        _add_scaled(x, d, scale)
 
 
 def rescale(values: list[Tensor], deltas: list[Tensor], factor: Tensor) -> None:

@@ -1,0 +1,105 @@
+"""What a base does, found out by a few steps on tiny parameters of its own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch.alone import global_hooks_silenced
+from mechanic.torch.checkpoint import Group, Shapes
+
+_SIZES = (2, 3, 5, 7, 11, 13)  # of the tiny parameter's dimensions, all different, so that shapes can be told apart
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options about how a step is computed, not what it does."""
+
+
+def expected_state(base: Optimizer, saved_groups: list[Group]) -> dict[Tensor, Shapes]:
+    """What one of torch's own optimizers keeps of each parameter, with the options of a checkpoint; else nothing."""
+    if type(base).__module__.partition(".")[0] != "torch":
+        return {}
+    expected: dict[Tensor, Shapes] = {}
+    for group, saved in zip(base.param_groups, saved_groups, strict=True):
+        options = {**group, **{key: value for key, value in saved.items() if key in group}}
+        by_dims: dict[tuple[int, bool], dict[str, Any]] = {}
+        for p in group["params"]:
+            kind = p.ndim, p.is_complex()
+            if kind not in by_dims:
+                by_dims[kind] = _state_after_a_step(type(base), options, *kind)
+            expected[p] = {name: _shape_for(p, value) for name, value in by_dims[kind].items()}
+    return expected
+
+
+def _state_after_a_step(cls: type[Optimizer], options: Group, dims: int, is_complex: bool) -> dict[str, Any]:
+    if dims > len(_SIZES):
+        return {}
+    p = torch.ones(_SIZES[:dims], dtype=torch.complex64 if is_complex else torch.float32)
+    try:
+        twin = _twin(cls, options, p, lr=1.0)
+        _step(twin, p, torch.ones_like(p))
+    except Exception:  # options that do not work: the checkpoint's other checks name them, or the base does
+        return {}
+    return dict(twin.state[p])
+
+
+def _shape_for(p: Tensor, value: Any) -> tuple[int, ...] | None:
+    """The shape that an entry of the tiny parameter has for p."""
+    if not isinstance(value, Tensor):
+        return None
+    sizes = dict(zip(_SIZES, p.shape, strict=False))
+    return tuple(sizes.get(size, size) for size in value.shape)
+
+
+_LINEAR_IN_LR = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Muon")
+    if hasattr(torch.optim, name)  # Muon is younger than the oldest torch we support
+}
+
+
+def is_linear_in_lr(base: Optimizer) -> bool:
+    """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr.
+
+    Known of torch's own classes; measured of all others.
+    """
+    if type(base).__module__.partition(".")[0] == "torch":
+        return type(base) in _LINEAR_IN_LR
+    return all(_doubles_with_lr(type(base), group, lr) for group in base.param_groups for lr in (1e-3, 1.0))
+
+
+def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:
+    """Whether all steps after the first go twice as far, from the same point, once lr is doubled."""
+    dims = min(group["params"][0].ndim if group["params"] else 1, len(_SIZES))
+    shape = torch.Size(_SIZES[:dims])
+    start = torch.linspace(1.0, 2.0, shape.numel(), dtype=torch.float64).reshape(shape)
+    updates = []
+    try:
+        for factor in (1.0, 2.0):
+            p = start.clone()
+            twin = _twin(cls, group, p, lr)
+            for step in range(4):
+                p.copy_(start)
+                _step(twin, p, torch.cos(3 * start + step))
+                twin.param_groups[0]["lr"] = factor * lr
+                if step > 0:
+                    updates.append(p - start)
+    except Exception:  # it cannot be built from its options, or not stepped by itself
+        return False
+    once, twice = torch.stack(updates).chunk(2)
+    return bool(once.any()) and torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-12 * lr)
+
+
+def _twin(cls: type[Optimizer], options: Group, p: Tensor, lr: float) -> Optimizer:
+    known = inspect.signature(cls).parameters
+    chosen = {key: value for key, value in options.items() if key in known and key not in (*_HOW, "params")}
+    return cls([p], **{**chosen, "lr": lr})
+
+
+def _step(optimizer: Optimizer, p: Tensor, grad: Tensor) -> None:
+    p.grad = grad
+    with global_hooks_silenced(), torch.no_grad():
+        optimizer.step()
