@@ -254,11 +254,22 @@ def _fail_and_retry(contender: Contender, at: float) -> Outcome:
     return keeps_up_with_undisturbed(training.run(STEPS - 101, first=101), contender)
 
 
+AS_BEFORE = "After the error parameters are as before, to 1e-6. "
+
+
 @situation(
-    "error in the middle of step()",
-    "The update (the base's, where there is one) runs out of memory after 25%, 50%, 75% or 90% of its "
-    "operations; the worst counts. The step is then tried again.",
-    "After the error parameters are as before, to 1e-6. " + KEEPS_UP,
+    "update fails at its start",
+    "The update (the base's, where there is one) runs out of memory at its first operation. The step is tried again.",
+    AS_BEFORE + KEEPS_UP,
+)
+def fails_at_its_start(contender: Contender) -> Outcome:
+    return _fail_and_retry(contender, 0.0)
+
+
+@situation(
+    "update fails half-way",
+    "As above, after 25%, 50%, 75% or 90% of the update's operations; the worst counts.",
+    AS_BEFORE + KEEPS_UP,
 )
 def fails_half_way(contender: Contender) -> Outcome:
     return worst({f"after {at:.0%}": _fail_and_retry(contender, at) for at in (0.25, 0.5, 0.75, 0.9)})

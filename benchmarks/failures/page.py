@@ -49,7 +49,7 @@ def render(records: dict[Cell, dict[str, Any]]) -> str:
     themes: dict[str, list[Situation]] = {}
     for situation in ROWS.values():
         themes.setdefault(situation.theme, []).append(situation)
-    parts = [INTRODUCTION.format(rows=len(ROWS)), _summary(records)]
+    parts = [INTRODUCTION.format(rows=len(ROWS)), _summary(records), _our_limits(records)]
     for theme, situations in themes.items():
         parts += [f"## {theme}\n", _table(situations, records), *(_details(each, records) for each in situations)]
     return "\n".join([*parts, _versions(records)])
@@ -71,6 +71,12 @@ def _summary(records: dict[Cell, dict[str, Any]]) -> str:
         for verdict in (RIGHT, REFUSED, RAISES, WRONG, NOT_APPLICABLE)
     ]
     return f"{_header('number of cells')}{''.join(lines)}"
+
+
+def _our_limits(records: dict[Cell, dict[str, Any]]) -> str:
+    """Which cells of ours are neither right nor refused, said before any table."""
+    bad = [f"*{row}*" for row in ROWS if records[row, "mechanic"]["verdict"] in (WRONG, RAISES)]
+    return f"Where Mechanic itself is wrong or raises: {', '.join(bad) if bad else 'nowhere'}.\n"
 
 
 def _count(records: dict[Cell, dict[str, Any]], contender: str, verdict: str) -> int:
@@ -99,8 +105,6 @@ def _details(situation: Situation, records: dict[Cell, dict[str, Any]]) -> str:
 
 
 def _versions(records: dict[Cell, dict[str, Any]]) -> str:
-    versions = {
-        (package, version) for cell in records.values() for package, version in cell["versions"].items() if cell
-    }
+    versions = {item for record in records.values() for item in record["versions"].items()}
     listed = ", ".join(f"{package} {version}" for package, version in sorted(versions))
     return f"## Versions\n\n{listed}.\n"

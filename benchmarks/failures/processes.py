@@ -106,21 +106,23 @@ def train_on(contender: Contender, folder: Path) -> list[Tensor]:
 # Several ranks.
 
 
-class Uneven(nn.Module):
-    """Sizes that do not divide by two, and a parameter of one element."""
+class Sized(nn.Module):
+    """Sizes that divide by two, or not, and then a parameter of one element as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, even: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(8, 7)
-        self.second = nn.Linear(7, 3)
-        self.gain = nn.Parameter(torch.ones(1))
+        hidden, outputs, gains = (8, 4, 2) if even else (7, 3, 1)
+        self.first = nn.Linear(8, hidden)
+        self.second = nn.Linear(hidden, outputs)
+        self.gain = nn.Parameter(torch.ones(gains))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs))) * self.gain  # type: ignore[no-any-return]
+        outputs = self.second(torch.tanh(self.first(inputs)))
+        return outputs * self.gain.repeat(outputs.shape[-1] // len(self.gain))
 
 
-def train_uneven(contender: Contender, model: nn.Module) -> None:
+def train_sized(contender: Contender, model: nn.Module) -> None:
     _steps(model, contender.build(model.parameters()), range(STEPS))
 
 
@@ -130,7 +132,8 @@ def _steps(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         inputs, targets = (tensor.chunk(ranks)[rank] for tensor in batch(step))
         optimizer.zero_grad()
-        (model(inputs) - targets[:, :3]).square().mean().backward()
+        outputs = model(inputs)
+        (outputs - targets[:, : outputs.shape[-1]]).square().mean().backward()
         optimizer.step()
 
 
@@ -140,25 +143,31 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def ddp(contender: Contender, folder: Path) -> list[Tensor]:
-    model = nn.parallel.DistributedDataParallel(Uneven())
-    train_uneven(contender, model)
+    model = nn.parallel.DistributedDataParallel(Sized(even=False))
+    train_sized(contender, model)
     return whole(model)
 
 
-def _sharded() -> nn.Module:
+def _sharded(even: bool) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = Uneven()
+    model = Sized(even)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def fsdp2(contender: Contender, folder: Path) -> list[Tensor]:
-    model = _sharded()
-    train_uneven(contender, model)
+def fsdp2_even(contender: Contender, folder: Path) -> list[Tensor]:
+    model = _sharded(even=True)
+    train_sized(contender, model)
+    return whole(model)
+
+
+def fsdp2_uneven(contender: Contender, folder: Path) -> list[Tensor]:
+    model = _sharded(even=False)
+    train_sized(contender, model)
     return whole(model)
 
 
@@ -167,7 +176,7 @@ def fsdp2_save(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model = _sharded()
+    model = _sharded(even=True)
     optimizer = contender.build(model.parameters())
     _steps(model, optimizer, range(STEPS // 2))
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -180,7 +189,7 @@ def fsdp2_resume(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = _sharded()
+    model = _sharded(even=True)
     optimizer = contender.build(model.parameters())
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
@@ -190,25 +199,26 @@ def fsdp2_resume(contender: Contender, folder: Path) -> list[Tensor]:
     return whole(model)
 
 
-JOBS = {job.__name__: job for job in (train_and_be_killed, train_on, ddp, fsdp2, fsdp2_save, fsdp2_resume)}
-ON_RANKS = {"ddp", "fsdp2", "fsdp2_save", "fsdp2_resume"}
+ALONE = (train_and_be_killed, train_on)
+ON_RANKS = (ddp, fsdp2_even, fsdp2_uneven, fsdp2_save, fsdp2_resume)
 
 
 def main(name: str, contender: str, folder: Path, rank: int, ranks: int) -> None:
     """Run a job. Rank 0 writes what it returns, every rank what it raises."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    job = next(job for job in (*ALONE, *ON_RANKS) if job.__name__ == name)
     try:
-        if name in ON_RANKS:
+        if job in ON_RANKS:
             os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
             rendezvous = f"file://{folder.absolute()}/rendezvous-{name}"
             dist.init_process_group(
                 "gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
             )
-        result = JOBS[name](CONTENDERS[contender], folder)
+        result = job(CONTENDERS[contender], folder)
         if rank == 0:
             torch.save(result, folder / "result.pt")
-        if name in ON_RANKS:
+        if job in ON_RANKS:
             dist.barrier()
     except Exception as error:
         report = {"text": text_of(error), "is_deliberate": is_deliberate(error)}
@@ -218,5 +228,5 @@ def main(name: str, contender: str, folder: Path, rank: int, ranks: int) -> None
 
 
 if __name__ == "__main__":
-    job, key, where, own_rank, number = sys.argv[1:]
-    main(job, key, Path(where), int(own_rank), int(number))
+    own_name, key, where, own_rank, number = sys.argv[1:]
+    main(own_name, key, Path(where), int(own_rank), int(number))

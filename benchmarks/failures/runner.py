@@ -75,12 +75,19 @@ class Worker:
             return None
 
     def end(self) -> None:
-        """End the process and all it has started."""
+        """Let it finish, where it waits for another cell."""
+        self.connection.close()
+        self.process.join(10)
+        if self.process.is_alive():
+            self.kill()
+
+    def kill(self) -> None:
+        """End it together with all it has started. It has not been waited for, so the number is still its own."""
+        self.connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         self.process.kill()
         self.process.join()
-        self.connection.close()
 
 
 def run(cells: Iterable[Cell], path: Path) -> None:
@@ -91,7 +98,7 @@ def run(cells: Iterable[Cell], path: Path) -> None:
         for row, contender in cells:
             outcome = worker.run(row, contender, ROWS[row].seconds)
             if outcome is None:
-                worker.end()
+                worker.kill()
                 outcome = Outcome(RAISES, f"the process died, or gave no answer in {ROWS[row].seconds:.0f} s")
                 worker = Worker()
             records[row, contender] = _record(row, contender, outcome)
