@@ -8,6 +8,18 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
+from mechanic.jax import mechanize
+
+PLAIN = mechanize(optax.sgd(1.0))
+AROUND = {  # what may stand around Mechanic
+    "nothing": lambda inner: inner,
+    "chain": lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, every_k_schedule=1).gradient_transformation(),
+    "masked": lambda inner: optax.masked(inner, True),
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
+    "partition": lambda inner: optax.partition({"a": inner}, lambda params: jax.tree.map(lambda _: "a", params)),
+}
+
 
 @functools.cache
 def digits():
@@ -27,6 +39,9 @@ def loss_of(params, images, labels):
     hidden = jax.nn.relu(images.astype(params["first"].dtype) @ params["first"]).astype(params["last"].dtype)
     logits = (hidden @ params["last"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+gradient_of = jax.jit(jax.grad(loss_of))
 
 
 def batch(step, size=32):
@@ -59,6 +74,11 @@ def train(params, optimizer, steps, *, state=None, first=0, step=None):
     for t in range(first, first + steps):
         params, state = step(params, state, *batch(t))
     return params, state
+
+
+def learned(optimizer, steps=20):
+    """The parameters and the state after some steps."""
+    return train(mlp(hidden=4), optimizer, steps)
 
 
 def same_bits(a, b):

@@ -6,6 +6,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
+from mechanic.tuner import TunerState
+
 
 @functools.cache
 def digits(dtype=torch.float32):
@@ -53,6 +55,12 @@ def train_loss(model):
 def scale(optimizer):
     """S of the one tuner."""
     return optimizer.param_groups[0]["mechanic_tuner"][4].sum().item()
+
+
+def learned(optimizer, group=0):
+    """The betas and the state of a group's tuner, but for the number of steps that were not finite."""
+    rows = [row for row, field in enumerate(TunerState._fields, 1) if field != "nonfinite_steps"]
+    return optimizer.param_groups[group]["mechanic_tuner"][[0, *rows]].clone()
 
 
 def snapshot(model, optimizer):

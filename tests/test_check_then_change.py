@@ -4,6 +4,7 @@ import copy
 import importlib
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn, optim
 
@@ -294,6 +295,45 @@ def test_a_run_whose_groups_were_removed_and_added_resumes_in_a_new_optimizer():
     for m, o in ((model, optimizer), (twin_model, twin)):
         train(m, o, 3, first=6)
     assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+
+
+def test_a_step_that_had_only_an_observation_can_be_saved_and_loaded():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(optim.SGD([p], lr=1.0))
+    p.grad = p.detach() - 3
+    optimizer.observe()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_run_can_go_back_to_before_its_first_step():
+    """Also where the base writes new entries into its groups as it steps."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(pytorch_optimizer.Lion([p], lr=1.0))
+    start = copy.deepcopy(optimizer.state_dict())
+    p.grad = p.detach() - 3
+    optimizer.step()
+    optimizer.load_state_dict(start)
+    assert optimizer.scales() == {"default": 0}
+
+
+def test_parameters_that_were_removed_before_a_load_are_not_missed_after_it():
+    params = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+
+    def step(optimizer):
+        for p in params.values():
+            p.grad = p.detach() - 3
+        optimizer.step()
+
+    optimizer = Mechanic(optim.AdamW([{"params": [p], "tuner": name} for name, p in params.items()], lr=1.0))
+    step(optimizer)
+    optimizer.param_groups.pop(0)
+    optimizer.state.pop(params["a"])
+    bare = optim.AdamW([{"params": [params[name]]} for name in "bc"], lr=1.0)
+    step(bare)
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(bare.state_dict())
+    step(optimizer)
 
 
 # Observations.

@@ -173,3 +173,20 @@ def test_without_a_compiler_it_warns_and_steps_eagerly(monkeypatch):
         train(model, Mechanic(AdamW(model.parameters(), lr=1.0), compile=True), 3)
     train(eager, Mechanic(AdamW(eager.parameters(), lr=1.0)), 3)
     assert same_bits([*model.parameters()], [*eager.parameters()])
+
+
+def test_the_arguments_of_torchs_older_adamw_are_known(monkeypatch):
+    """Until torch 2.6 AdamW had a flag among the lists that its _init_group fills."""
+    newer = torch.optim.AdamW._init_group
+
+    def older(self, group, params_with_grad, grads, amsgrad, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps):
+        assert amsgrad is False
+        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
+        return newer(self, group, *lists)
+
+    models = mlp(), mlp()
+    optimizers = [Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0), compile=True) for model in models]
+    train(models[0], optimizers[0], 3)
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", older)
+    train(models[1], optimizers[1], 3)
+    assert same_bits(snapshot(models[0], optimizers[0]), snapshot(models[1], optimizers[1]))

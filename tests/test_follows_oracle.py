@@ -9,7 +9,7 @@ import torch
 
 import oracle
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic
+from paths import by_default, compiled, on_copies
 from task import digits, scale
 
 STEPS = 300
@@ -23,6 +23,15 @@ BASES = {
         {"weight_decay": 0.1, "weight_decouple": True},
     ),
 }
+every_base_and_path = pytest.mark.parametrize(
+    ("base", "wrap"),
+    [
+        pytest.param(base, wrap, marks=pytest.mark.filterwarnings("ignore:compile=True compiles around the base"))
+        for base in BASES
+        for wrap in (by_default, on_copies, compiled)
+        if base != "Lion" or wrap is not on_copies  # which it steps on by default
+    ],
+)
 CONFIGS = {
     "default": (TunerConfig(), {}),
     "paper": (
@@ -69,9 +78,9 @@ def run_oracle(base, config, steps=STEPS):
     return course
 
 
-def run_mechanic(base, options, config, dtype, steps=STEPS):
+def run_mechanic(wrap, base, options, config, dtype, steps=STEPS):
     weight = torch.nn.Parameter(torch.tensor(start(), dtype=dtype))
-    optimizer = Mechanic(base([weight], lr=1.0, **options), config=config)
+    optimizer = wrap(base([weight], lr=1.0, **options), config=config)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine)
     images, labels = digits(dtype)
     course = []
@@ -86,21 +95,21 @@ def run_mechanic(base, options, config, dtype, steps=STEPS):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("base", BASES)
-def test_float64_follows_for_300_steps(base, config):
+@every_base_and_path
+def test_float64_follows_for_300_steps(base, wrap, config):
     written_here, in_torch, options = BASES[base]
     ours, reference = CONFIGS[config]
-    expected, got = run_oracle(written_here, reference), run_mechanic(in_torch, options, ours, torch.float64)
+    expected, got = run_oracle(written_here, reference), run_mechanic(wrap, in_torch, options, ours, torch.float64)
     assert expected[-1][0] > 0
     for (s, x), (our_s, our_x) in zip(expected, got, strict=True):
         assert our_s == pytest.approx(s, rel=1e-9)
         assert np.linalg.norm(our_x - x) <= 1e-9 * np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_float32_tracks_the_scale_for_100_steps(base):
+@every_base_and_path
+def test_float32_tracks_the_scale_for_100_steps(base, wrap):
     written_here, in_torch, options = BASES[base]
     expected = run_oracle(written_here, {}, steps=100)
-    got = run_mechanic(in_torch, options, TunerConfig(), torch.float32, steps=100)
+    got = run_mechanic(wrap, in_torch, options, TunerConfig(), torch.float32, steps=100)
     for (s, _), (our_s, _) in zip(expected, got, strict=True):
         assert our_s == pytest.approx(s, rel=1e-3)

@@ -7,7 +7,7 @@ import torch
 
 import half_precision
 from mechanic.torch import Mechanic, vectors
-from task import backward, mlp, same_bits, snapshot, train
+from task import backward, mlp, same_bits, scale, snapshot, train
 
 HALF = [torch.bfloat16, torch.float16]
 BASES = ["AdamW", "SGD momentum", "Lion"]
@@ -57,6 +57,34 @@ def test_steps_below_the_last_bit_add_up(dtype):
     for _ in range(100):
         stored -= last_bit / 100
     assert stored.float().equal(before)  # as it would go without a residual
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_none_of_100000_values_is_lost_however_it_is_rounded(dtype, frozen):
+    """What is stored stays within half a bit of the exact value, also where rounding cuts off very nearly that much."""
+    generator = torch.Generator().manual_seed(0)
+    last_bit = torch.finfo(dtype).eps  # of all values between 1 and 2
+    p = torch.nn.Parameter((1.25 + 0.5 * torch.rand(100_000, generator=generator)).to(dtype))
+    exact = p.detach().double()
+    optimizer = Mechanic(torch.optim.SGD([p], lr=1.0))
+
+    def moved():
+        """S Delta; of a frozen scale there is no Delta."""
+        return 0.0 if optimizer.is_frozen else scale(optimizer) * optimizer.state[p]["mechanic_delta"].double()
+
+    for step in range(20):
+        size = last_bit / max(scale(optimizer), last_bit)
+        p.grad = (size * torch.randn(p.shape, generator=generator)).to(dtype)
+        gradient, before = p.grad.double(), moved() if step else 0.0
+        optimizer.step()
+        exact += -scale(optimizer) * gradient if optimizer.is_frozen else moved() - before
+        if frozen and step == 2:
+            optimizer.freeze()
+    assert 1.0 < exact.min() < exact.max() < 2.0
+    assert not exact.equal(p.detach().double())
+    # Eight bits of a residual are kept, so that every step may add 2^-9 of half a bit.
+    assert (p.detach().double() - exact).abs().max() / last_bit <= 0.5 + 20 * 2**-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)

@@ -10,13 +10,8 @@ import test_memory
 from bases import BY_NAME, Base, every_base
 from mechanic.torch import Mechanic
 from mechanic.torch.bases import decays_of_blind
+from paths import ON_DELTA, by_default, every_path, instead_of_its_step, is_one_graph, on_copies, steps_on_delta
 from task import backward, mlp, same_bits, scale, train
-
-
-def on_copies(base):
-    """A hook may look at the parameters, so the base is lent copies."""
-    base.register_step_post_hook(lambda *_: None)
-    return base
 
 
 def decays(base):
@@ -51,18 +46,35 @@ def test_bases_that_pass_for_blind_are(base: Base):
         assert any(difference.any() for difference in differences)
 
 
-BLIND = ["AdamW", "AdamW fused", "AdamW foreach", "AdamW amsgrad", "NAdamW", "SGD", "SGD fused", "RMSprop momentum"]
-BLIND += ["Adam", "Adagrad", "Adadelta", "Adamax", "RAdam", "Rprop"]
+@every_path
+def test_the_base_steps_on_what_the_path_says(base: Base, wrap):
+    """So a test that claims something for a path does run it, and the probe in paths.py does not change it."""
+    model = base.model()
+    optimizer = wrap(base.make(model.parameters()))
+    train(model, optimizer, 2)
+    places = {
+        "Delta": [optimizer.state[p]["mechanic_delta"].data_ptr() for p in model.parameters()],
+        "parameters": [p.data_ptr() for p in model.parameters()],
+    }
+    seen = []
+
+    def look(step):
+        lent = [p.data_ptr() for p in model.parameters()]
+        seen.append(next((name for name, place in places.items() if place == lent), "copies"))
+        step()
+
+    with instead_of_its_step(optimizer.base, look):
+        train(model, optimizer, 2, first=2)
+    expected = [] if is_one_graph(base, wrap) else ["Delta" if steps_on_delta(base, wrap) else "copies"] * 2
+    assert seen == expected
 
 
-@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("name", sorted(ON_DELTA))
 def test_on_delta_the_course_is_that_on_copies(name):
     base = BY_NAME[name]
     models = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
     assert decays(base.make(models[0].parameters())) is not None
-    optimizers = [
-        Mechanic(wrap(base.make(m.parameters()))) for m, wrap in zip(models, (lambda b: b, on_copies), strict=True)
-    ]
+    optimizers = [wrap(base.make(m.parameters())) for m, wrap in zip(models, (by_default, on_copies), strict=True)]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, 60)
     assert scale(optimizers[0]) == pytest.approx(scale(optimizers[1]), rel=1e-6)
@@ -72,12 +84,12 @@ def test_on_delta_the_course_is_that_on_copies(name):
 
 def test_groups_with_and_without_weight_decay_go_together():
     models = [mlp(dtype=torch.float64) for _ in range(2)]
-    for model, wrap in zip(models, (lambda b: b, on_copies), strict=True):
+    for model, wrap in zip(models, (by_default, on_copies), strict=True):
         groups = [
             {"params": [model[0].weight, model[2].weight], "weight_decay": 0.2, "lr": 0.5},
             {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
         ]
-        optimizer = Mechanic(wrap(AdamW(groups, lr=1.0)))
+        optimizer = wrap(AdamW(groups, lr=1.0))
         train(model, optimizer, 40)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -90,7 +102,7 @@ def test_groups_with_and_without_weight_decay_go_together():
         lambda p: SGD(p, lr=1.0, weight_decay=0.1),  # into the gradient
         lambda p: AdamW(p, lr=torch.tensor(1.0)),  # may be 0, and looking would wait
         lambda p: type("Custom", (SGD,), {})(p, lr=1.0),
-        lambda p: on_copies(SGD(p, lr=1.0)),
+        lambda p: on_copies(SGD(p, lr=1.0)).base,
     ],
     ids=["L2", "tensor lr", "subclass", "hook"],
 )
@@ -119,11 +131,12 @@ def test_on_delta_nothing_comes_and_goes(name):
     assert passing <= bare_passing + 0.01
 
 
-def test_a_base_that_fails_on_delta_leaves_parameters_at_the_start_and_s_delta(monkeypatch):
+@pytest.mark.parametrize("config", [None, {"forgetting": 0.0}], ids=["default", "nothing forgotten"])
+def test_a_base_that_fails_on_delta_leaves_parameters_at_the_start_and_s_delta(monkeypatch, config):
     """It may have moved Delta, as a bare base that fails may have moved parameters; x_1 + S Delta still holds."""
     model = mlp(dtype=torch.float64)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer = Mechanic(SGD(model.parameters(), lr=1.0, momentum=0.9), config={"forgetting": 0.0})
+    optimizer = Mechanic(SGD(model.parameters(), lr=1.0, momentum=0.9), config=config)
     train(model, optimizer, 5)
     tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
     module = importlib.import_module("torch.optim.sgd")

@@ -5,9 +5,10 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from bases import BY_NAME
+from bases import BY_NAME, Base
 from mechanic.torch import Mechanic
-from task import same_bits, scale, train
+from paths import assert_updated_by, deltas_of, every_path_of, three_paths
+from task import backward, same_bits, scale, train
 
 LRS = (1e-6, 1e-3, 1.0, 1e3, 1e6)
 STEPS = 250
@@ -39,24 +40,23 @@ def test_every_learning_rate_gives_the_same_loss(name, schedule):
     assert max(losses) <= 1.01 * min(losses)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion", "SOAP", "Adafactor"])
-def test_learning_rates_a_power_of_two_apart_give_the_same_bits(name):
+@every_path_of("AdamW", "SGD momentum", "Lion", "SOAP", "Adafactor")
+def test_learning_rates_a_power_of_two_apart_give_the_same_bits(base: Base, wrap):
     """Where dividing by the unit is exact, nothing downstream can differ."""
-    base = BY_NAME[name]
     courses = []
     for lr in (1.0, 2.0**-20, 2.0**10):
         model = base.model()
-        optimizer = base.wrap(model, lr=lr)
+        optimizer = wrap(base.make(model.parameters(), lr=lr))
         train(model, optimizer, 30, scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 30))
         courses.append([torch.tensor(scale(optimizer)), *(p.detach() for p in model.parameters())])
     assert same_bits(courses[0], courses[1])
     assert same_bits(courses[0], courses[2])
 
 
-@pytest.mark.parametrize("name", sorted({"AdamW", "SGD momentum", "Lion", "SOAP", "AdamW tensor lr"} & set(BY_NAME)))
-def test_at_a_learning_rate_of_zero_nothing_moves(name):
-    model = BY_NAME[name].model()
-    optimizer = BY_NAME[name].wrap(model)
+@every_path_of("AdamW", "SGD momentum", "Lion", "SOAP", "AdamW tensor lr")
+def test_at_a_learning_rate_of_zero_nothing_moves(base: Base, wrap):
+    model = base.model()
+    optimizer = wrap(base.make(model.parameters()))
     train(model, optimizer, 20)
     before = [torch.tensor(scale(optimizer)), *(p.detach().clone() for p in model.parameters())]
     for group in optimizer.param_groups:
@@ -65,36 +65,68 @@ def test_at_a_learning_rate_of_zero_nothing_moves(name):
     assert same_bits(before, [torch.tensor(scale(optimizer)), *(p.detach() for p in model.parameters())])
 
 
-def test_the_scale_goes_on_while_one_group_of_its_tuner_does():
-    model = BY_NAME["SGD"].model()
-    optimizer = Mechanic(torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=1.0))
-    train(model, optimizer, 20)
-    before = scale(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.0
-    train(model, optimizer, 1, first=20)
-    assert scale(optimizer) != before
+NUMBER, TENSOR = float, torch.tensor
 
 
-def test_ratios_between_groups_of_one_tuner_stay():
-    model = BY_NAME["SGD"].model()
+@three_paths
+@pytest.mark.parametrize(
+    "kinds",
+    [(NUMBER, NUMBER), (TENSOR, TENSOR), (NUMBER, TENSOR), (TENSOR, NUMBER)],
+    ids=["numbers", "tensors", "number and tensor", "tensor and number"],
+)
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.filterwarnings("ignore:compile=True compiles around the base")  # where a learning rate is a tensor
+def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tuner(wrap, kinds, stopped):
+    """With one group stopped S goes as far as with none stopped."""
+
+    def after_21_steps(last_rates):
+        model = BY_NAME["SGD"].model(dtype=torch.float64)
+        groups = [
+            {"params": layer.parameters(), "lr": kind(1.0)}
+            for layer, kind in zip((model[0], model[2]), kinds, strict=True)
+        ]
+        optimizer = wrap(torch.optim.SGD(groups, lr=1.0))
+        train(model, optimizer, 20)
+        before = scale(optimizer)
+        for group, kind, rate in zip(optimizer.param_groups, kinds, last_rates, strict=True):
+            group["lr"] = kind(rate)
+        train(model, optimizer, 1, first=20)
+        return before, scale(optimizer)
+
+    before, after = after_21_steps([0.0, 1.0] if stopped == 0 else [1.0, 0.0])
+    assert after != before
+    assert (before, after) == after_21_steps([1.0, 1.0])
+
+
+@three_paths
+def test_ratios_between_groups_of_one_tuner_stay(wrap):
+    """The first update of SGD is -lr times the gradient, and all there is in Delta."""
+    model = BY_NAME["SGD"].model(dtype=torch.float64)
     groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-4}]
-    optimizer = Mechanic(torch.optim.SGD(groups, lr=7.0))
+    optimizer = wrap(torch.optim.SGD(groups, lr=7.0))
     assert [group["mechanic_unit"] for group in optimizer.param_groups] == [1e-3, 1e-3]
-    seen = []
-    optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))
     train(model, optimizer, 1)
-    assert seen == [[1.0, pytest.approx(0.1)]]
+    for group, rate in zip(optimizer.param_groups, (1.0, 0.1), strict=True):
+        for p in group["params"]:
+            torch.testing.assert_close(optimizer.state[p]["mechanic_delta"], -rate * p.grad, rtol=1e-12, atol=1e-15)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4]
 
 
-def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak():
-    model = BY_NAME["SGD"].model()
-    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0), unit=0.05)
+@three_paths
+def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak(wrap):
+    model = BY_NAME["SGD"].model(dtype=torch.float64)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), unit=0.05)
     schedule = lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.05, step_size_up=5, cycle_momentum=False)
-    seen = []
-    optimizer.base.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
-    train(model, optimizer, 10, scheduler=schedule)
-    assert max(seen) == pytest.approx(1.0)
+    rates = []
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        rates.append(optimizer.param_groups[0]["lr"] / 0.05)
+        before, updates = deltas_of(model, optimizer), [-rates[-1] * p.grad for p in model.parameters()]
+        optimizer.step()
+        assert_updated_by(updates, before=before, after=deltas_of(model, optimizer))
+        schedule.step()
+    assert max(rates) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("attach_first", [True, False])

@@ -5,8 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bases import Base, every_base
+from bases import Base
 from mechanic.torch import Mechanic
+from paths import every_path_that_is_not_compiled
 
 
 class CopiesToHost(TorchDispatchMode):
@@ -38,14 +39,19 @@ def take_steps(wrap, base, device):
     return copies.count
 
 
-@every_base
+ASKS_FOR_CUDA = {"Rprop", "SGD fused", "Adagrad fused"}  # these look for a real device where parameters are on one
+
+
+@every_path_that_is_not_compiled
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_base_makes_the_step_wait(base: Base, device):
+def test_no_base_makes_the_step_wait(base: Base, wrap, device):
+    if device == "cuda" and base.name in ASKS_FOR_CUDA and not torch.backends.cuda.is_built():
+        pytest.skip(f"{base.name} does not step on a fake GPU where torch was built without CUDA")
     try:
         copied_bare = take_steps(lambda bare: bare, base, device)
-    except Exception as error:
-        pytest.skip(f"a bare {base.name} does not complete either: {type(error).__name__}: {error}")
-    assert take_steps(Mechanic, base, device) <= copied_bare
+    except DataDependentOutputException:
+        pytest.skip(f"a bare {base.name} waits by itself")
+    assert take_steps(wrap, base, device) <= copied_bare
 
 
 def test_the_check_can_fail():

@@ -7,7 +7,7 @@ import torch
 import oracle
 from mechanic.torch import Mechanic
 from task import digits, scale
-from test_follows_oracle import BASES, gradient, rows, start
+from test_follows_oracle import BASES, every_base_and_path, gradient, rows, start
 
 EVERY = 3  # steps with an observation among those without
 
@@ -17,12 +17,12 @@ def loss_of(weight, batch, dtype):
     return torch.nn.functional.cross_entropy(images[rows(batch)] @ weight.T, labels[rows(batch)])
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_observed_feedback_follows_the_oracle(base):
+@every_base_and_path
+def test_observed_feedback_follows_the_oracle(base, wrap):
     written_here, in_torch, options = BASES[base]
     reference = oracle.Oracle(written_here(lambda t: 1.0), start())
     weight = torch.nn.Parameter(torch.tensor(start()))
-    optimizer = Mechanic(in_torch([weight], lr=1.0, **options))
+    optimizer = wrap(in_torch([weight], lr=1.0, **options))
     for step in range(100):
         observed = gradient(reference.x, 1000 + step) if step % EVERY else None
         reference.step(gradient(reference.x, step), observed)
@@ -82,24 +82,42 @@ def test_a_bad_observation_leaves_the_scale_as_it_was_and_the_base_steps_all_the
 
 
 def test_a_group_added_to_the_base_itself_is_observed_too():
-    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    base = torch.optim.SGD([weights[0]], lr=1.0)
-    optimizer = Mechanic(base)
-    base.add_param_group({"params": [weights[1]]})
-    sum(weight.square().sum() for weight in weights).backward()
-    optimizer.observe()
-    sum(weight.square().sum() for weight in weights).backward()
-    optimizer.step()
+    """As one that was there from the start, and observing it makes a difference."""
+
+    def run(*, late, observed):
+        weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        groups = [{"params": [weight]} for weight in weights]
+        base = torch.optim.SGD(groups[:1] if late else groups, lr=1.0)
+        optimizer = Mechanic(base)
+        if late:
+            base.add_param_group(groups[1])
+        for _ in range(5):
+            sum((weight - 3).square().sum() for weight in weights[:observed]).backward()
+            optimizer.observe()
+            sum((weight - 2).square().sum() for weight in weights).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return scale(optimizer), [weight.tolist() for weight in weights]
+
+    assert run(late=True, observed=2) == run(late=False, observed=2)
+    assert 0 < run(late=True, observed=2)[0] != run(late=True, observed=1)[0]
 
 
 def test_a_frozen_scale_ignores_observations():
-    weight, optimizer = trained(5, observing=True)
+    (weight, optimizer), (twin_weight, twin) = trained(5, observing=True), trained(5, observing=True)
+    before = optimizer.scales()
     optimizer.freeze()
-    loss_of(weight, 6, torch.float32).backward()
-    optimizer.observe()
-    assert weight.grad is None
-    loss_of(weight, 6, torch.float32).backward()
-    optimizer.step()
+    twin.freeze()
+    for step in range(5, 8):
+        loss_of(weight, 100 + step, torch.float32).backward()
+        optimizer.observe()
+        assert weight.grad is None
+        for w, opt in ((weight, optimizer), (twin_weight, twin)):
+            loss_of(w, step, torch.float32).backward()
+            opt.step()
+            opt.zero_grad()
+    assert optimizer.scales() == before
+    assert weight.equal(twin_weight)
 
 
 def test_groups_observe_apart():

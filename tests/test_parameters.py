@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic.torch import Mechanic
-from task import mlp, scale, train
+from paths import by_default, instead_of_its_step, on_copies
+from task import mlp, same_bits, scale, snapshot, train
 
 
 def descend(params, loss, steps=60, **options):
@@ -138,31 +139,36 @@ def test_nothing_is_kept_of_a_parameter_that_never_had_a_gradient():
 
 
 def test_frameworks_may_replace_state_and_groups_and_add_to_the_base():
-    model = mlp()
+    model, twin_model = mlp(), mlp()
     optimizer = Mechanic(torch.optim.AdamW(list(model[0].parameters()), lr=1.0))
     optimizer.state = collections.defaultdict(dict, optimizer.state)
     optimizer.param_groups = list(optimizer.param_groups)
     optimizer.defaults = dict(optimizer.defaults)
     assert optimizer.base.param_groups is optimizer.param_groups
     optimizer.base.add_param_group({"params": list(model[2].parameters())})
-    assert train(model, optimizer, 30) < 2.0
+    twin = Mechanic(torch.optim.AdamW([{"params": list(twin_model[i].parameters())} for i in (0, 2)], lr=1.0))
+    for m, opt in ((model, optimizer), (twin_model, twin)):
+        train(m, opt, 30)
+    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
 
 
-def test_a_global_hook_may_be_removed_or_added_by_a_hook_of_the_base():
+@pytest.mark.parametrize("wrap", [by_default, on_copies])
+def test_a_global_hook_may_be_removed_or_added_while_the_base_steps(wrap):
     model = mlp()
-    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0))
     calls = []
     first = register_optimizer_step_post_hook(lambda *_: calls.append("first"))
     handles = []
 
-    def change(*_):
+    def change(step):
         if not handles:
             first.remove()
             handles.append(register_optimizer_step_post_hook(lambda *_: calls.append("second")))
+        step()
 
-    optimizer.base.register_step_pre_hook(change)
     try:
-        train(model, optimizer, 2)
+        with instead_of_its_step(optimizer.base, change):
+            train(model, optimizer, 2)
     finally:
         handles[0].remove()
     assert "first" not in calls

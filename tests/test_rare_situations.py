@@ -152,6 +152,17 @@ def test_frozen_parameters_of_any_dtype_may_stand_beside_trained_ones(dtype):
     assert frozen.float().equal(torch.ones(6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_expanded_gradients_train_as_others_do(dtype):
+    expanded, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    for p in (expanded, plain):
+        optimizer = Mechanic(optim.SGD([p], lr=1.0))
+        for _ in range(5):
+            p.grad = torch.ones((), dtype=dtype).expand(3) if p is expanded else torch.ones(3, dtype=dtype)
+            optimizer.step()
+    assert expanded.equal(plain)
+
+
 # Release.
 
 

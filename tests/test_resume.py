@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from bases import BASES, BY_NAME
 from mechanic.torch import Mechanic, layer_groups
+from paths import on_copies
 from task import backward, mlp, same_bits, snapshot, train
 
 STEPS = 8
@@ -68,6 +69,9 @@ def skip_one(model, optimizer):
 
 SITUATIONS = [
     *(Situation(base.name, lambda seed, base=base: base.model(seed=seed), base.wrap) for base in BASES),
+    Situation(
+        "AdamW on copies", lambda seed: mlp(seed=seed), lambda m: on_copies(BY_NAME["AdamW"].make(m.parameters()))
+    ),
     Situation("bfloat16", lambda seed: mlp(dtype=torch.bfloat16, seed=seed), adamw),
     Situation("float16", lambda seed: mlp(dtype=torch.float16, seed=seed), adamw),
     Situation("mixed dtypes", half_mixed, adamw),

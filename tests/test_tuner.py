@@ -88,6 +88,20 @@ def test_a_row_with_a_bad_sum_is_kept_and_the_others_go_on(column, bad):
         np.testing.assert_array_equal(new[[0, 2]], expected[[0, 2]])
 
 
+@pytest.mark.parametrize(("module", "convert"), [(np, np.asarray), (torch, as_torch), (jnp, as_jax)])
+def test_a_row_whose_feedback_overflows_though_its_sums_do_not_is_kept(module, convert):
+    config = TunerConfig(decay=1e300)
+    won = np.array([[-1.0, 0.0, 1.0, 1.0, 1.0]])
+    overflowing = np.array([[-1.0, 1.0, 1e40, 1.0, 1.0]])  # decay * S * |g| * <Delta,x> / |x|
+    with jax.enable_x64(True), np.errstate(over="ignore", invalid="ignore"):
+        state = play(config, [won], tuners=1)
+        state = TunerState(*(convert(array) for array in state))
+        after = update(state, convert(overflowing), convert(np.array(config.betas)), config, module)
+        for name, new, old in zip(TunerState._fields, after, state, strict=True):
+            if name != "nonfinite_steps":
+                np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
+
+
 def test_a_row_without_gradient_is_kept():
     rng = np.random.default_rng(3)
     state = play(TunerConfig(), [random_sums(rng) for _ in range(10)])

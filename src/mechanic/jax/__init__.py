@@ -1,7 +1,16 @@
 """Mechanic for JAX, as an Optax transformation."""
 
+try:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
+    message = f'mechanic.jax needs {error.name}: pip install "mechanic[jax]"'
+    raise ModuleNotFoundError(message, name=error.name) from error
+
 from mechanic.jax.keeping import freeze, release
-from mechanic.jax.state import MechanicState, scale, scales
+from mechanic.jax.state import MechanicState, nonfinite_steps, scale, scales
 from mechanic.jax.transform import mechanize
 
-__all__ = ["MechanicState", "freeze", "mechanize", "release", "scale", "scales"]
+__all__ = ["MechanicState", "freeze", "mechanize", "nonfinite_steps", "release", "scale", "scales"]

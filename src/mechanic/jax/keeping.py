@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mechanic.jax.labels import rows_of
-from mechanic.jax.state import MechanicState, PyTree, find, flatten, replace
+from mechanic.jax.labels import names_of, rows_of
+from mechanic.jax.refusals import refuse_other_labels
+from mechanic.jax.state import MechanicState, PyTree, find, flatten, replace, warn_unless_last
 
 
 def freeze(state: PyTree) -> PyTree:
     """Stop tuning: keep S as it is, and drop Delta and its memory.
 
-    From here on ``update`` returns S times what the base proposes. A jitted step compiles once more, since the state
-    has another structure.
+    From here on ``update`` returns S times what the base proposes, and no longer looks at gradients: those that are not
+    finite reach the base. A jitted step compiles once more, since the state has another structure.
 
     Args:
         state: of :func:`mechanic.jax.mechanize`, or of anything around it.
@@ -35,6 +37,7 @@ def freeze(state: PyTree) -> PyTree:
         >>> freeze(state).delta is None
         True
     """
+    warn_unless_last(state)
     return replace(state, _frozen)
 
 
@@ -42,19 +45,17 @@ def release(
     base: optax.GradientTransformation,
     state: PyTree,
     *,
-    unit: float | jax.Array = 1.0,
-    labels: PyTree | None = None,
+    labels: PyTree | Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
     """Hand over to the base alone, its updates multiplied by what was learned.
 
-    With one tuner this is ``optax.chain(base, optax.scale(scale(state) / unit))`` with the base's state as it is. What
-    stood around Mechanic (clipping, accumulation) is to be put around the result again.
+    With one tuner this is ``optax.chain(base, optax.scale(S / unit))`` with the base's state as it is; the unit is in
+    the state. What stood around Mechanic (clipping, accumulation) is to be put around the result again.
 
     Args:
         base: what :func:`mechanic.jax.mechanize` was given, or the same with another schedule.
         state: of the former transformation.
-        unit: as it was given there.
-        labels: as they were given there.
+        labels: as they were given there; needed where there were any.
 
     Returns:
         The transformation and its state, which is the base's.
@@ -72,11 +73,15 @@ def release(
         >>> bool(jnp.allclose(updates, -scale(state)))
         True
     """
+    warn_unless_last(state)
     ours = find(state)
     if len(ours) != 1:
         raise ValueError(f"this state holds {len(ours)} Mechanics; pass the state of the one to release")
-    _refuse_unlearned(ours[0])
-    factors = {name: scale / unit for name, scale in ours[0].scale.items()}
+    mechanic = ours[0]
+    _refuse_unlearned(mechanic)
+    if not callable(labels):
+        refuse_other_labels(mechanic, names_of(labels))
+    factors = {name: scale / mechanic.unit for name, scale in mechanic.scale.items()}
     inner = optax.with_extra_args_support(base)
 
     def update(
@@ -85,10 +90,11 @@ def release(
         updates, state = inner.update(updates, state, params, **extra_args)
         leaves, treedef = flatten(updates)
         names, rows = rows_of(labels, updates)
+        refuse_other_labels(mechanic, names)
         scaled = [u * jnp.asarray(factors[names[row]], u.real.dtype) for u, row in zip(leaves, rows, strict=True)]
         return treedef.unflatten(scaled), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update), ours[0].base
+    return optax.GradientTransformationExtraArgs(inner.init, update), mechanic.base
 
 
 def _frozen(state: MechanicState) -> MechanicState:

@@ -17,6 +17,11 @@ class Rows(NamedTuple):
     of_leaves: tuple[int, ...]
 
 
+def names_of(prefix: PyTree | None) -> tuple[str, ...]:
+    """The tuners' names, in the order in which JAX keeps the keys of a dict, which is how the state holds them."""
+    return (DEFAULT,) if prefix is None else tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
+
+
 def rows_of(labels: PyTree, params: PyTree) -> Rows:
     """Read ``labels`` as :func:`optax.partition` does: a prefix of the parameters, or a function that returns one.
 
@@ -30,8 +35,7 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
     if labels is None:
         return Rows((DEFAULT,), (0,) * len(jax.tree.leaves(params)))
     prefix = labels(params) if callable(labels) else labels
-    # In the order in which JAX keeps the keys of a dict, which is how the state holds them.
-    names = tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
+    names = names_of(prefix)
     if not jax.tree.leaves(params):
         return Rows(names, ())  # optax.tree.map_params asks for the state of no parameters at all
     try:

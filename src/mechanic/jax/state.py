@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mechanic.tuner import TunerState
 
@@ -17,6 +20,7 @@ class MechanicState(NamedTuple):
 
     ``scale`` repeats what the tuner says, so that it can be read by name and survives :func:`mechanic.jax.freeze`.
     ``residual`` is None where no parameter is in half precision, and in it stands None for every parameter that is not.
+    ``count`` goes on with every update, also where the tuner learns nothing from it, and after freezing.
     """
 
     scale: dict[str, jax.Array]  # S by tuner
@@ -24,6 +28,8 @@ class MechanicState(NamedTuple):
     residual: PyTree | None  # what rounding cut off half-precision parameters
     tuner: TunerState | None  # arrays [tuners, n], rows in the order of the names in scale; None once frozen
     base: PyTree  # the state of the base
+    unit: jax.Array  # the learning rate inside the base that counts as 1
+    count: jax.Array  # type: ignore[assignment]  # how many updates there were, as Optax's bases count; int32
 
 
 def scales(state: PyTree) -> dict[str, jax.Array]:
@@ -43,15 +49,8 @@ def scales(state: PyTree) -> dict[str, jax.Array]:
         >>> scales(optimizer.init({"w": jnp.ones(3)}))
         {'default': Array(0., dtype=float32)}
     """
-    by_name: dict[str, jax.Array] = {}
-    for found in find(state):
-        if repeated := by_name.keys() & found.scale.keys():
-            raise ValueError(
-                f"this state holds several Mechanics with a tuner named {sorted(repeated)[0]!r}; "
-                "pass the state of one of them, or name their tuners apart with labels="
-            )
-        by_name |= found.scale
-    return by_name
+    warn_unless_last(state)
+    return _by_name(state, lambda found: found.scale)
 
 
 def scale(state: PyTree) -> jax.Array:
@@ -63,10 +62,93 @@ def scale(state: PyTree) -> jax.Array:
         >>> scale(mechanize(optax.adam(1.0)).init(jnp.ones(3)))
         Array(0., dtype=float32)
     """
-    by_name = scales(state)
+    warn_unless_last(state)
+    by_name = _by_name(state, lambda found: found.scale)
     if len(by_name) != 1:
         raise ValueError(f"there is not one tuner but {len(by_name)}, {', '.join(by_name)}; call scales() instead")
     return next(iter(by_name.values()))
+
+
+def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:
+    """How many steps every tuner had to leave out, by its name, because its gradients or sums were not finite.
+
+    On such a step S stays as it was. Where S stays 0 for ever, look here: all gradients may be NaN.
+
+    Args:
+        state: as for :func:`scales`.
+
+    Returns:
+        0-dim int32 arrays, so it may be called under ``jit``. A state that was frozen counts no longer, and its tuners
+        are not in it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mechanic.jax import mechanize, nonfinite_steps
+        >>> optimizer = mechanize(optax.sgd(1.0))
+        >>> params = jnp.ones(3)
+        >>> state = optimizer.init(params)
+        >>> for gradient in (1.0, jnp.nan, 1.0):
+        ...     updates, state = jax.jit(optimizer.update)(jnp.full(3, gradient), state, params)
+        >>> nonfinite_steps(state)
+        {'default': Array(1, dtype=int32)}
+    """
+    warn_unless_last(state)
+    return _by_name(state, _nonfinite_steps_of)
+
+
+def _nonfinite_steps_of(found: MechanicState) -> dict[str, jax.Array]:
+    if found.tuner is None:
+        return {}
+    counts = found.tuner.nonfinite_steps.astype(jnp.int32)  # one number per tuner, kept n times
+    return {name: counts[..., row, 0] for row, name in enumerate(sorted(found.scale))}
+
+
+def _by_name(state: PyTree, read: Callable[[MechanicState], dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """What is read from every Mechanic inside a state, in one dict."""
+    by_name: dict[str, jax.Array] = {}
+    for found in find(state):
+        if repeated := by_name.keys() & found.scale.keys():
+            raise ValueError(
+                f"this state holds several Mechanics with a tuner named {sorted(repeated)[0]!r}; "
+                "pass the state of one of them, or name their tuners apart with labels="
+            )
+        by_name |= read(found)
+    return by_name
+
+
+def warn_unless_last(state: PyTree) -> None:
+    """Warn where the state shows that something stands after Mechanic in ``optax.chain``.
+
+    To be called by what users call: the warning points to their line, and Python shows it once for that line.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: _is_ours(node) or _is_chain_with_others_after_ours(node))
+    if any(_is_chain_with_others_after_ours(node) for node in nodes):
+        warnings.warn(
+            "something stands after mechanize in optax.chain. It changes updates that have to reach the parameters as "
+            "they are, and S can grow without bound. mechanize stands last; put clipping and everything else before "
+            "it: optax.chain(optax.clip_by_global_norm(1.0), mechanize(base)). "
+            "(If this is a tuple of states of several optimizers, pass one of them.)",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _is_chain_with_others_after_ours(node: Any) -> bool:
+    """Whether it looks like the state of a chain with one of Optax's own after ours.
+
+    ``optax.chain`` has a plain tuple of states, ``optax.named_chain`` an ordered dict.
+    """
+    if type(node) not in (tuple, OrderedDict):
+        return False
+    parts = list(node.values() if isinstance(node, OrderedDict) else node)
+    if not all(isinstance(part, tuple) for part in parts):
+        return False
+    first = next((i for i, part in enumerate(parts) if _holds_ours(part)), len(parts))
+    return any(type(part).__module__.split(".")[0] == "optax" for part in parts[first + 1 :])
+
+
+def _holds_ours(tree: PyTree) -> bool:
+    return any(_is_ours(node) for node in jax.tree.leaves(tree, is_leaf=_is_ours))
 
 
 def find(state: PyTree) -> list[MechanicState]:

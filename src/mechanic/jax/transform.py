@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -14,6 +13,14 @@ from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
 from mechanic.jax.labels import rows_of
+from mechanic.jax.refusals import (
+    leaves_like,
+    refuse_other_betas,
+    refuse_other_labels,
+    refuse_other_params,
+    refuse_unit,
+    refuse_untrainable,
+)
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.sums import measure
@@ -34,7 +41,8 @@ def mechanize(
     The base proposes updates u; their sum is Delta, and the parameters are kept at x_1 + S Delta, where S is learned
     from the gradients. The base's learning rate is a shape, not a size: ``unit`` is what counts as 1, so only its
     course over time matters. ``update`` needs the parameters, and what it returns is to be added to them as it is: in
-    a chain, ``mechanize`` stands last.
+    ``optax.chain``, ``mechanize`` stands last, and clipping before it. Where something follows it,
+    :func:`mechanic.jax.scales` and the like warn.
 
     ``update`` takes a further argument, ``observed``: gradients of another batch at the same parameters, say a held-out
     one, for the tuner to learn from in place of those that the base gets. All other arguments are the base's.
@@ -42,8 +50,10 @@ def mechanize(
     Args:
         base: any transformation whose updates are added to the parameters.
         config: a :class:`mechanic.TunerConfig` or a dict of its fields.
-        unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule.
-        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls.
+        unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule. It has to be
+            positive, which is checked unless it is traced.
+        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls. It
+            is called with the number of updates so far, as the base calls it.
         labels: which parameters are tuned apart: a pytree prefix of them with a name at every leaf, or a function
             from the parameters to one, as for ``optax.partition``. Without it all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are cut.
@@ -72,14 +82,13 @@ def mechanize(
     """
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
-    if isinstance(unit, int | float) and not 0 < unit < math.inf:
-        raise ValueError(f"unit must be a positive learning rate, got {unit}")
+    refuse_unit(unit)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
 
     def init(params: optax.Params) -> MechanicState:
         params = jax.tree.map(jnp.asarray, params)
-        _refuse_integers(params)
+        refuse_untrainable(params)
         base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
@@ -90,6 +99,8 @@ def mechanize(
             residual=_fresh_residuals(params),
             tuner=TunerState(*(jnp.zeros((len(names), len(tuner_config.betas)), dtype) for _ in TunerState._fields)),
             base=base_state,
+            unit=jnp.asarray(unit, dtype),
+            count=jnp.zeros((), jnp.int32),
         )
 
     def step(
@@ -103,14 +114,17 @@ def mechanize(
         """Measure, tune, let the base step, and scale what it did."""
         if params is None:
             raise ValueError("Mechanic needs the parameters: write optimizer.update(grads, state, params)")
-        leaves, treedef = flatten(jax.tree.map(jnp.asarray, params))
+        params = jax.tree.map(jnp.asarray, params)
+        refuse_untrainable(params)
+        refuse_other_params(state, params)
+        leaves, treedef = flatten(params)
         names, rows = rows_of(labels, params)
-        residuals = _leaves_like(leaves, state.residual)
+        residuals = _residuals_like(leaves, state.residual)
         values = [value_of(p, residual) for p, residual in zip(leaves, residuals, strict=True)]
 
-        def like_values(tree: PyTree) -> list[jax.Array]:
+        def like_values(tree: PyTree, what: str) -> list[jax.Array]:
             """The leaves of a tree like the parameters, in their working dtypes."""
-            return [jnp.asarray(leaf, x.dtype) for leaf, x in zip(treedef.flatten_up_to(tree), values, strict=True)]
+            return [jnp.asarray(g, x.dtype) for g, x in zip(leaves_like(params, tree, what), values, strict=True)]
 
         def per_leaf(by_tuner: jax.Array) -> list[jax.Array]:
             """Of every parameter its tuner's own, in a dtype that does not widen what it is multiplied with."""
@@ -121,7 +135,7 @@ def mechanize(
             proposed, base_state = base.update(
                 treedef.unflatten(grads), state.base, treedef.unflatten(values), **extra_args
             )
-            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed)], base_state
+            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed, "base's update")], base_state
 
         def move(steps: list[jax.Array], new_state: MechanicState) -> tuple[optax.Updates, MechanicState]:
             """The updates that move the parameters by these steps, and the state with what rounding cuts off."""
@@ -131,24 +145,32 @@ def mechanize(
             residual = treedef.unflatten([residual for _, residual in landings])
             return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
 
-        grads = like_values(updates)
-        _refuse_other_tuners(state, names, tuner_config)
+        grads = like_values(updates, "gradient")
+        refuse_other_labels(state, names)
+        refuse_other_betas(state, tuner_config)
         scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
+        count = optax.safe_increment(state.count)
+        given_unit = jnp.asarray(unit, state.unit.dtype)
+        # The same number, but the former one is read: an argument of a jitted step that nobody reads is not donated.
+        own_unit = jnp.where(state.unit == given_unit, state.unit, given_unit)
         if state.delta is None or state.tuner is None:  # frozen
             proposed, base_state = step_base(grads)
             steps = [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)]
-            return move(steps, state._replace(base=base_state))
+            return move(steps, state._replace(base=base_state, unit=own_unit, count=count))
 
         # Measured at x_t: S' is known before the base steps.
         deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
-        feedback, unobserved = (grads, []) if observed is None else (like_values(_masked_like(params, observed)), grads)
+        feedback, unobserved = grads, []
+        if observed is not None:
+            feedback, unobserved = like_values(_masked_like(params, observed), "observed gradient"), grads
         # [tuners, 5], and a column for the gradients where they are not the feedback
         sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
         betas = jnp.asarray(tuner_config.betas, dtype)
         rate = None
-        if schedule is not None:  # asked as the base asks it, for one integer; steps without feedback do not count here
-            rate = jnp.asarray(schedule(jnp.max(state.tuner.steps).astype(jnp.int32)), dtype)
+        if schedule is not None:  # at the same count as in the base, which also counts steps without feedback
+            rate = jnp.asarray(schedule(state.count), dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+        tuner = _unless_overflowed(tuner, state.tuner)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
@@ -173,31 +195,23 @@ def mechanize(
             residual=state.residual,
             tuner=tuner,
             base=base_state,
+            unit=own_unit,
+            count=count,
         )
         return move(steps, new_state)
 
     return optax.GradientTransformationExtraArgs(init, step)
 
 
-def _refuse_integers(params: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            where = jax.tree_util.keystr(path) or "the parameter"
-            raise TypeError(f"mechanize moves floating-point parameters, but {where} is {leaf.dtype}; leave it out")
+def _unless_overflowed(tuner: TunerState, former: TunerState) -> TunerState:
+    """A row that no longer fits in its dtype stays as it was, and the step counts as not finite.
 
-
-def _refuse_other_tuners(state: MechanicState, names: tuple[str, ...], config: TunerConfig) -> None:
-    """Raise where the state was made with other labels or betas: arrays of one row or column would broadcast."""
-    if set(state.scale) != set(names):
-        raise ValueError(
-            f"the state has tuners named {sorted(state.scale)}, the labels name {sorted(names)}; "
-            "pass the labels that the state was made with"
-        )
-    if state.tuner is not None and state.tuner.scales.shape[-1] != len(config.betas):
-        raise ValueError(
-            f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
-            "pass the betas that the state was made with"
-        )
+    In float32 the root of the sum of squared feedback can overflow where the feedback itself does not, and it would
+    stay infinite for ever.
+    """
+    fits = jnp.isfinite(jnp.stack(tuner)).all((0, -1))[:, None]  # [tuners, 1]
+    counted = former._replace(nonfinite_steps=former.nonfinite_steps + 1)
+    return TunerState(*(jnp.where(fits, new, old) for new, old in zip(tuner, counted, strict=True)))
 
 
 def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
@@ -206,6 +220,8 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
+    if not any(is_masked(node) for node in jax.tree.leaves(params, is_leaf=is_masked)):
+        return observed
     return jax.tree.map(lambda p, leaf: p if is_masked(p) else leaf, params, observed, is_leaf=is_masked)
 
 
@@ -233,7 +249,7 @@ def _fresh_residuals(params: PyTree) -> PyTree | None:
     return residuals if jax.tree.leaves(residuals) else None
 
 
-def _leaves_like(leaves: list[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
+def _residuals_like(leaves: list[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
     """One residual per parameter, None where it has none."""
     if residual is None:
         return [None] * len(leaves)

@@ -28,12 +28,14 @@ A checkpoint is checked as a whole before anything is changed; a ValueError name
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mechanic.torch.shards import is_dtensor, locals_of
 from mechanic.torch.vectors import is_half_precision
 from mechanic.tuner import TunerState
 
@@ -51,10 +53,11 @@ Shapes = dict[str, tuple[int, ...] | None]
 """Of the entries that a base makes for a parameter: the shape of a tensor, None for anything else."""
 
 
-def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
+def take_apart(state_dict: StateDict, *, d_is_ours: bool) -> tuple[StateDict, dict[Any, dict[str, Tensor]]]:
     """Part Mechanic's tensors from the base's: its ``load_state_dict`` would cast them to the parameter's dtype.
 
-    Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was.
+    Returns a shallow copy of the state dict without them, and them by parameter id. The argument stays as it was. ``d``
+    is left out, where it is not the base's: it is made anew from the tuner.
     """
     own = {}
     state = {}
@@ -63,7 +66,9 @@ def take_apart(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Te
             own[key] = {name: entry[name] for name in STATE_KEYS if name in entry}
             entry = {name: value for name, value in entry.items() if name not in STATE_KEYS}
         state[key] = entry
-    return {**state_dict, "state": state}, own
+    left_out = {"d"} if d_is_ours else set()
+    groups = [{k: v for k, v in group.items() if k not in left_out} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}, own
 
 
 def is_plain(state_dict: StateDict) -> bool:
@@ -85,12 +90,14 @@ def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tenso
             where = f"param_groups[{index}][{key!r}]"
             if key in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
                 raise ValueError(f"{where} must be None, True or False, got {value!r}")
-            if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_"):
+            is_derived = key == "d" and isinstance(group.get("d"), Tensor)
+            if key in group and key not in ("params", "tuner") and not key.startswith("mechanic_") and not is_derived:
                 _check_option(where, value, group[key])
     if not is_plain(state_dict):
         _check_complete(state_dict, groups)
         _check_groups(state_dict["param_groups"], groups)
         _check_tuners(state_dict["param_groups"], groups)
+        _check_has_state(state_dict, groups, expected)
     known = {key for key, _ in _saved_params(state_dict, groups)}
     if expected and (strangers := [key for key in state_dict["state"] if key not in known]):
         raise ValueError(f"state[{strangers[0]!r}] belongs to no parameter of the checkpoint's param_groups")
@@ -99,13 +106,10 @@ def validate(state_dict: StateDict, groups: list[Group], expected: Mapping[Tenso
             _check_state(f"state[{key!r}]", entry, p, expected.get(p, {}))
 
 
-def require_options(saved: list[Group], before: list[Group], after: list[Group]) -> None:
+def require_options(options: Iterable[str], saved: list[Group], before: list[Group], after: list[Group]) -> None:
     """Raise where an option of the base is missing from a checkpoint, unless the base has filled in the same value."""
-    # Schedulers and users add entries to groups, so a checkpoint from before them lacks those.
-    added_later = {"params", "initial_lr", "max_lr", "min_lr", "tuner", *GROUP_KEYS, *OPTIONAL_GROUP_KEYS}
     for index, (old, former, group) in enumerate(zip(saved, before, after, strict=True)):
-        own = {"d"} if not isinstance(former.get("d"), Tensor) else set()  # Adafactor's, a number
-        for key in sorted((set(former) & (own | set(former) - added_later)) - set(old)):
+        for key in sorted(set(options) & set(former) - set(old)):
             if key not in group or group[key] != former[key]:
                 raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
 
@@ -133,10 +137,11 @@ def check_structure(state_dict: Any, groups: list[Group]) -> None:
             raise ValueError(f"param_groups[{index}]['params'] must be a list of numbers, got {params!r}")
         if len(params) != (here := len(group["params"])):
             raise ValueError(f"param_groups[{index}]['params'] has {len(params)} parameters, the group here has {here}")
+    known = set(chain.from_iterable(group["params"] for group in saved_groups))
     for key, entry in state.items():
-        if isinstance(key, int) and not any(key in group["params"] for group in saved_groups):
+        if isinstance(key, int) and key not in known:
             raise ValueError(f"state[{key}] belongs to no parameter of the checkpoint's param_groups")
-        if any(key in group["params"] for group in saved_groups) and not isinstance(entry, dict):
+        if key in known and not isinstance(entry, dict):
             raise ValueError(f"state[{key!r}] must be a dict, got {type(entry).__name__}")
 
 
@@ -146,7 +151,7 @@ def _check_option(where: str, saved: Any, here: Any) -> None:
         if not _is_number(saved) or (math.isfinite(here) and not math.isfinite(saved)):
             raise ValueError(f"{where} must be a finite number, got {saved!r}")
     elif isinstance(here, bool):
-        if saved not in (True, False) or isinstance(saved, Tensor):
+        if isinstance(saved, Tensor) or saved not in (True, False):
             raise ValueError(f"{where} must be True or False, got {saved!r}")
     elif here is None:
         if not (saved is None or isinstance(saved, bool | str) or _is_number(saved)):
@@ -182,14 +187,16 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
 
 def _check_tuner(where: str, saved: Any, here: Tensor) -> None:
     rows = 1 + len(TunerState._fields)
+    if isinstance(saved, Tensor):
+        _require_finite(where, saved)
     if not (isinstance(saved, Tensor) and saved.is_floating_point() and saved.ndim == 2 and len(saved) == rows):
         kind = f"of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
         raise ValueError(f"{where} must be a floating-point tensor of {rows} rows, got one {kind}")
     betas, betas_here = saved[0].tolist(), here[0].tolist()
     if len(betas) != len(betas_here) or any(abs(a - b) > 1e-7 for a, b in zip(betas, betas_here, strict=True)):
         raise ValueError(f"{where} was tuned with betas {betas}, this optimizer has {betas_here}")
-    if not bool(saved.isfinite().all()) or bool((saved < 0).any()):
-        raise ValueError(f"{where} holds numbers that are negative or not finite")
+    if bool((saved < 0).any()):
+        raise ValueError(f"{where} holds numbers that are negative")
 
 
 def _check_tuners(saved_groups: list[Group], groups: list[Group]) -> None:
@@ -238,13 +245,6 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         wanted = [DELTA] * (not frozen) + [RESIDUAL] * (has_residuals and is_half_precision(p.dtype))
         if entry := state.get(key):
             missing += [f"state[{key!r}][{name!r}]" for name in wanted if name not in entry]
-    for index, group in enumerate(saved_groups):
-        if not (missing or frozen or any(_holds_delta(state.get(key)) for key in _of_same_tuner(saved_groups, group))):
-            tuner = group["mechanic_tuner"]
-            if isinstance(tuner, Tensor) and tuner.ndim == 2 and bool(tuner[1:].any()):
-                missing.append(
-                    f"{DELTA!r} of any parameter of param_groups[{index}], whose tuner has learned from steps"
-                )
     if missing:
         raise ValueError(
             f"the checkpoint has some of Mechanic's entries but not {', '.join(missing)}; "
@@ -252,9 +252,28 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
         )
 
 
+def _check_has_state(state_dict: StateDict, groups: list[Group], expected: Mapping[Tensor, Shapes]) -> None:
+    """A tuner whose scale is not 0 must have some parameter with state."""
+    scales = 1 + TunerState._fields.index("scales")  # after the betas
+    learned: dict[int, int] = {}  # by row, the first group
+    for index, group in enumerate(state_dict["param_groups"]):
+        if bool(group["mechanic_tuner"][scales].any()):
+            learned.setdefault(int(group["mechanic_row"]), index)
+    for row, index in learned.items():
+        sharing = [group for group in state_dict["param_groups"] if int(group["mechanic_row"]) == row]
+        keys = set(chain.from_iterable(group["params"] for group in sharing))
+        frozen = "mechanic_frozen" in sharing[0]
+        keeps = not frozen or any(expected.get(p) for key, p in _saved_params(state_dict, groups) if key in keys)
+        if keeps and not any(state_dict["state"].get(key) for key in keys):
+            raise ValueError(
+                f"the tuner of param_groups[{index}] has learned from steps, but none of its parameters has a 'state'; "
+                "load the checkpoint whole"
+            )
+
+
 def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes) -> None:
     for name, value in entry.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+        if _holds(value, torch.isnan):
             raise ValueError(f"{where}[{name!r}] holds NaN")
     for name in STATE_KEYS:
         if name not in entry:
@@ -267,24 +286,31 @@ def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes)
             raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and the parameter {p.dtype}")
         if name == DELTA and is_half_precision(value.dtype):
             raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in at least float32")
-        if not bool(value.isfinite().all()):
-            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
+        _require_finite(f"{where}[{name!r}]", value)
     for name, shape in expected.items():
         if name not in entry:
             raise ValueError(f"{where}[{name!r}] is missing")
         value = entry[name]
-        if isinstance(value, Tensor) and not bool(value.isfinite().all()):
-            raise ValueError(f"{where}[{name!r}] holds numbers that are not finite")
+        if isinstance(value, Tensor):
+            _require_finite(f"{where}[{name!r}]", value)
         fits = isinstance(value, Tensor) and tuple(value.shape) == shape
         if not (fits or shape is None or (shape == () and _is_number(value))):
             kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {shape}, got one {kind}")
 
 
-def _of_same_tuner(saved_groups: list[Group], group: Group) -> list[Any]:
-    """The parameters' ids of all groups that share the tuner of one."""
-    sharing = (other for other in saved_groups if other["mechanic_row"] == group["mechanic_row"])
-    return list(chain.from_iterable(other["params"] for other in sharing))
+def _require_finite(where: str, value: Tensor) -> None:
+    if value.is_meta or value.layout != torch.strided:
+        raise ValueError(f"{where} must be a dense tensor with data, got {value.layout} on {value.device}")
+    if _holds(value, lambda numbers: ~torch.isfinite(numbers)):
+        raise ValueError(f"{where} holds numbers that are not finite")
+
+
+def _holds(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
+    """Whether some number of a tensor passes a test; of a DTensor, of what this rank holds."""
+    if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+        return False
+    return bool(test(locals_of([value], sharded=is_dtensor(value))[0]).any())
 
 
 def _saved_params(state_dict: StateDict, groups: list[Group]) -> list[tuple[Any, Tensor]]:
@@ -299,9 +325,9 @@ def _holds_delta(entry: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (
-        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    )
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta) and value.layout == torch.strided
+    return isinstance(value, int | float)
 
 
 def _whole_number(where: str, value: Any) -> int:

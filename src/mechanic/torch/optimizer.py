@@ -619,7 +619,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def _load(self, state_dict: StateDict) -> None:
         former = self.param_groups
-        of_base, own = checkpoint.take_apart(state_dict)
+        of_base, own = checkpoint.take_apart(state_dict, d_is_ours="d" not in self.defaults)
         try:
             with widened(groups.params_of(former)):
                 self.base.load_state_dict(of_base)
@@ -628,7 +628,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             raise ValueError(
                 f"{name} could not load the checkpoint's state: {type(error).__name__}: {error}"
             ) from error
-        checkpoint.require_options(state_dict["param_groups"], former, self.param_groups)
+        checkpoint.require_options(self.defaults, state_dict["param_groups"], former, self.param_groups)
         saved_params = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for saved, p in zip(saved_params, groups.params_of(self.param_groups), strict=True):
             for key, tensor in own.get(saved, {}).items():
@@ -640,6 +640,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
                 group["tuner"] = before["tuner"]
         self._observed = None
         self._is_linear = None
+        self._presence = groups.Presence()
         self._enter_groups()
         self._complete_state()
         started = any(group["mechanic_tuner"][1:].any() for group in self.param_groups)

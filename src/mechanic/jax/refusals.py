@@ -1,0 +1,105 @@
+"""Arguments that cannot work are refused before anything is computed, with the name of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mechanic.jax.state import MechanicState, PyTree
+from mechanic.tuner import TunerConfig
+
+_BESIDE = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
+
+
+def refuse_unit(unit: Any) -> None:
+    """Raise unless it is one positive number. A traced one is known by its shape only."""
+    if isinstance(unit, jax.core.Tracer):
+        is_suitable = unit.shape == ()
+    else:
+        number = np.asarray(unit)
+        is_suitable = number.shape == () and number.dtype.kind in "iuf" and bool(0 < number < np.inf)
+    if not is_suitable:
+        raise ValueError(f"unit must be a positive learning rate, got {unit}")
+
+
+def refuse_other_labels(state: MechanicState, names: Collection[str]) -> None:
+    """Raise where the state was made with other labels."""
+    if set(state.scale) != set(names):
+        raise ValueError(
+            f"the state has tuners named {sorted(state.scale)}, the labels name {sorted(names)}; "
+            "pass the labels that the state was made with"
+        )
+
+
+def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
+    """Raise where the state was made with more or fewer betas: arrays of one column would broadcast."""
+    if state.tuner is not None and state.tuner.scales.shape[-1] != len(config.betas):
+        raise ValueError(
+            f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
+            "pass the betas that the state was made with"
+        )
+
+
+def refuse_untrainable(params: PyTree) -> None:
+    """Raise where a parameter is not in a dtype that steps can be added to: integers, and floats of 8 bits or fewer."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if not is_float or jnp.finfo(leaf.dtype).bits < 16:
+            raise TypeError(
+                f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
+                f"leave it out, for instance with {_BESIDE}{', or store it in bfloat16' if is_float else ''}"
+            )
+
+
+def refuse_other_params(state: MechanicState, params: PyTree) -> None:
+    """Raise where the state was made for parameters of another structure or of other shapes."""
+    again = "state = optimizer.init(params) makes one for these, and tunes from the start"
+    if not isinstance(state, MechanicState):
+        raise TypeError(f"got the state of another transformation, a {type(state).__name__}; {again}")
+    if state.delta is None:
+        return  # frozen, and nothing is left to compare with
+    treedef: Any = jax.tree.structure(params)
+    try:
+        deltas = treedef.flatten_up_to(state.delta)
+    except ValueError:
+        deltas = None
+    if deltas is None or not jax.tree_util.all_leaves(deltas):
+        ours, theirs = ({_name(path) for path, _ in jax.tree.leaves_with_path(tree)} for tree in (params, state.delta))
+        only = [f"{name} is only in the {'parameters' if name in ours else 'state'}" for name in sorted(ours ^ theirs)]
+        difference = only[0] if only else "their containers are of other types"
+        raise ValueError(f"the state was made for other parameters: {difference}; {again}")
+    for (path, leaf), delta in zip(jax.tree.leaves_with_path(params), deltas, strict=True):
+        if leaf.shape != jnp.shape(delta):
+            raise ValueError(
+                f"{_name(path)} has shape {leaf.shape}, but it had {jnp.shape(delta)} when the state was made; {again}"
+            )
+
+
+def leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Any]:
+    """The leaves of a tree that must fit the parameters; ``what`` names one of them in an error."""
+    treedef: Any = jax.tree.structure(params)
+    try:
+        given = treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"the {what}s must be a tree like the parameters: {error}") from None
+    for (path, param), leaf in zip(jax.tree.leaves_with_path(params), given, strict=True):
+        if leaf is None:
+            raise ValueError(
+                f"the {what} of {_name(path)} is None; pass zeros, or leave the parameter out with {_BESIDE}"
+            )
+        if not jax.tree_util.all_leaves([leaf]):
+            raise TypeError(f"the {what} of {_name(path)} is a {type(leaf).__name__}, the parameter an array")
+        if jnp.shape(leaf) != param.shape:
+            raise ValueError(
+                f"the {what} of {_name(path)} has shape {jnp.shape(leaf)}, the parameter {param.shape}; "
+                "both have to be the same"
+            )
+    return given
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "the parameter"

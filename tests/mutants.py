@@ -1,0 +1,217 @@
+"""Mutation testing by hand: change the code in small ways, and see whether a test notices.
+
+    python tests/mutants.py run --sample 320 --seed 0 --records mutants.jsonl
+    python tests/mutants.py show mutants.jsonl
+
+The changes are those of cosmic-ray (pip install cosmic-ray). Changes that only annotations would show are left out.
+Every mutant is tried in a process of its own, in a copy of the tree, with the tests that are listed below for its file,
+until one fails. The imports of the frameworks are shared by forking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+TORCH = (
+    "groups",
+    "check_then_change",
+    "follows_oracle",
+    "rare_situations",
+    "mistakes_are_told",
+    "checkpoint",
+    "lending",
+)
+TORCH += ("observe", "own_iterates", "classes", "vectors", "parameters", "refusals", "lr_is_a_shape", "half_precision")
+JAX = ("jax_follows_oracle", "jax_bad_numbers", "jax_keeping", "jax_labels", "jax_observed", "jax_reading")
+JAX += ("jax_refusals", "jax_schedule", "jax_transformations", "jax_half_precision", "jax_range")
+
+FIRST = {  # what is likely to notice a change, and takes longer than all should wait for
+    "tuner": ("tuner", "follows_oracle"),
+    "torch/checkpoint": ("check_then_change", "hostile_checkpoints", "checkpoint"),
+    "torch/compiled": ("compiled",),
+    "torch/keeping": ("keeping",),
+    "torch/optimizer": ("groups", "keeping", "bad_numbers"),
+    "torch/probe": ("rare_situations", "keeping", "hostile_checkpoints"),
+    "torch/shards": ("parallel",),
+    "torch/vectors": ("vectors", "half_precision"),
+    "jax/shards": ("jax_sharding",),
+    "jax/sums": ("jax_sharding",),
+}
+LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
+
+
+def tests_for(path: str) -> list[str]:
+    """The test files for a source file, in the order in which they are to run."""
+    name = path.removeprefix("src/mechanic/").removesuffix(".py")
+    others = JAX if name.startswith("jax/") else TORCH if name.startswith("torch/") else (*TORCH[:4], *JAX[:3])
+    wanted = dict.fromkeys((*FIRST.get(name, ()), *others))
+    return [f"tests/test_{test}.py" for test in wanted if (ROOT / f"tests/test_{test}.py").exists()]
+
+
+def meaning(code: str) -> str:
+    """The code as Python runs it: without annotations and docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def mutants_of(path: str) -> list[tuple[str, str, int]]:
+    """(path, operator, occurrence) of all changes to a file that Python could notice."""
+    from cosmic_ray.commands.init import _all_work_items
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    code = (ROOT / path).read_text()
+    original, seen, found = meaning(code), set(), []
+    for item in _all_work_items([ROOT / path], {}):
+        mutation = item.mutations[0]
+        mutated = mutate_code(code, get_operator(mutation.operator_name)(), mutation.occurrence)
+        try:
+            new = original if mutated is None else meaning(mutated)
+        except SyntaxError:
+            continue
+        if new != original and new not in seen:
+            seen.add(new)
+            found.append((path, mutation.operator_name, mutation.occurrence))
+    return found
+
+
+def sample(size: int, seed: int) -> list[tuple[str, str, int]]:
+    """Mutants from every file, in proportion to how many it has."""
+    files = ["src/mechanic/tuner.py"]
+    files += [
+        str(p.relative_to(ROOT))
+        for kind in ("torch", "jax")
+        for p in sorted((ROOT / "src/mechanic" / kind).glob("*.py"))
+    ]
+    with multiprocessing.Pool(2) as pool:
+        found = pool.map(mutants_of, files)
+    everything = [mutant for mutants in found for mutant in mutants]
+    print(f"{len(everything)} mutants in {len(files)} files, {size} of them drawn with seed {seed}", flush=True)
+    return random.Random(seed).sample(everything, min(size, len(everything)))
+
+
+def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
+    """Try mutants one after the other, in a copy of the tree."""
+    import jax  # noqa: F401  # imported once, for all children
+    import optax  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    torch.set_num_threads(1)
+    home = Path(tempfile.mkdtemp(prefix=f"mutants-{number}-"))
+    for part in ("src", "tests", "examples", "benchmarks", "pyproject.toml", "README.md"):
+        source = ROOT / part
+        shutil.copytree(source, home / part) if source.is_dir() else shutil.copy(source, home / part)
+    for path, operator, occurrence in jobs:
+        code = (ROOT / path).read_text()
+        mutated = mutate_code(code, get_operator(operator)(), occurrence)
+        (home / path).write_text(mutated)
+        began = time.monotonic()
+        outcome = try_tests(home, tests_for(path))
+        (home / path).write_text(code)
+        change = list(difflib.unified_diff(code.splitlines(), mutated.splitlines(), lineterm="", n=0))[2:]
+        record = {"path": path, "operator": operator, "occurrence": occurrence, "change": change}
+        record |= {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
+        with records.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{number}: {outcome:8} {record['seconds']:6} s  {path} {change[0]}", flush=True)
+    shutil.rmtree(home)
+
+
+def try_tests(home: Path, tests: list[str]) -> str:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(home)
+        sys.path[:0] = [str(home / "src"), str(home / "tests"), str(home)]
+        os.environ["PYTHONPATH"] = f"{home / 'src'}{os.pathsep}{home}"
+        sys.dont_write_bytecode = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        import pytest
+
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests])
+        os._exit(int(code))
+    until = time.monotonic() + LONGEST
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+
+
+def show(records: Path) -> None:
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    survivors = [row for row in rows if row["outcome"] == "survived"]
+    print(f"{len(rows)} mutants, {len(rows) - len(survivors)} noticed ({1 - len(survivors) / len(rows):.1%})")
+    for row in survivors:
+        print(f"\n{row['path']}  {row['operator']} {row['occurrence']}")
+        print("\n".join(row["change"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--sample", type=int, default=320)
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--records", type=Path, default=Path("mutants.jsonl"))
+    run.add_argument("--workers", type=int, default=2)
+    commands.add_parser("show").add_argument("records", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "show":
+        show(arguments.records)
+        return
+    done = set()
+    if arguments.records.exists():  # go on where a run was stopped
+        rows = [json.loads(line) for line in arguments.records.read_text().splitlines()]
+        done = {(row["path"], row["operator"], row["occurrence"]) for row in rows}
+    jobs = [job for job in sample(arguments.sample, arguments.seed) if job not in done]
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=work, args=(number, jobs[number :: arguments.workers], arguments.records.resolve()))
+        for number in range(arguments.workers)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    show(arguments.records)
+
+
+if __name__ == "__main__":
+    main()
