@@ -336,6 +336,32 @@ def test_parameters_that_were_removed_before_a_load_are_not_missed_after_it():
     step(optimizer)
 
 
+def test_a_new_tuner_takes_nothing_over_from_one_that_is_gone():
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def fill_grads():
+        for p in (a, b, c):
+            p.grad = p.detach() - 3
+
+    optimizer = Mechanic(optim.AdamW([{"params": [a], "tuner": "a"}, {"params": [b], "tuner": "b"}], lr=1.0))
+    for _ in range(3):
+        fill_grads()
+        optimizer.step()
+    fill_grads()
+    optimizer.observe()
+    optimizer.param_groups.pop(1)
+    optimizer.state.pop(b)
+    optimizer.add_param_group({"params": [c], "tuner": "c"})
+    fill_grads()
+    optimizer.step()
+    assert optimizer.scales()["c"] == 0  # the observation was of another tuner
+    optimizer.add_param_group({"params": [b], "tuner": "a"})  # a parameter may change its tuner
+    for _ in range(2):
+        fill_grads()
+        optimizer.step()
+    assert all(optimizer.scales().values())
+
+
 # Observations.
 
 

@@ -11,6 +11,7 @@ import torch
 
 import oracle
 from mechanic.jax import mechanize, scale
+from mechanic.torch import Mechanic
 from task import digits
 from test_follows_oracle import BASES as IN_TORCH
 from test_follows_oracle import CONFIGS, STEPS, gradient, rows, run_mechanic, run_oracle, start, warmup_cosine
@@ -88,7 +89,7 @@ def test_float64_follows_mechanic_torch_side_by_side_for_300_steps(base):
     _, in_torch, options = IN_TORCH[base]
     with jax.enable_x64(True):
         course = run_jax(BASES[base], ours, jnp.float64, peak=1e-3)
-    assert_close(course, run_mechanic(in_torch, options, ours, torch.float64), 1e-9)
+    assert_close(course, run_mechanic(Mechanic, in_torch, options, ours, torch.float64), 1e-9)
 
 
 @pytest.mark.parametrize("base", ["momentum", "AdamW"])

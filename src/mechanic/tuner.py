@@ -210,7 +210,8 @@ def update(
     sizes = initial_norm, largest_delta, largest_scale
     steps = state.steps + 1, largest_rate, state.nonfinite_steps
     proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *steps)
-    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(feedback)
+    # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite.
+    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(xp.sum(root_variance / n, -1, keepdims=True))
     learned = TunerState(
         *(xp.where(finite & (grad_sq > 0), new, old) for new, old in zip(proposed, state, strict=True))
     )

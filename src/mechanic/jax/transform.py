@@ -170,7 +170,6 @@ def mechanize(
         if schedule is not None:  # at the same count as in the base, which also counts steps without feedback
             rate = jnp.asarray(schedule(state.count), dtype)
         tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
-        tuner = _unless_overflowed(tuner, state.tuner)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # Gradients that are not finite would stay in the base's moments for ever.
@@ -201,17 +200,6 @@ def mechanize(
         return move(steps, new_state)
 
     return optax.GradientTransformationExtraArgs(init, step)
-
-
-def _unless_overflowed(tuner: TunerState, former: TunerState) -> TunerState:
-    """A row that no longer fits in its dtype stays as it was, and the step counts as not finite.
-
-    In float32 the root of the sum of squared feedback can overflow where the feedback itself does not, and it would
-    stay infinite for ever.
-    """
-    fits = jnp.isfinite(jnp.stack(tuner)).all((0, -1))[:, None]  # [tuners, 1]
-    counted = former._replace(nonfinite_steps=former.nonfinite_steps + 1)
-    return TunerState(*(jnp.where(fits, new, old) for new, old in zip(tuner, counted, strict=True)))
 
 
 def _masked_like(params: PyTree, observed: PyTree) -> PyTree:

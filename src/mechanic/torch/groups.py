@@ -92,16 +92,25 @@ def is_entered(group: Group) -> bool:
     return "mechanic_format" in group
 
 
-def enter(groups: list[Group], config: TunerConfig, unit: float | None, base_name: str, *, per_group: bool) -> None:
+def enter(
+    groups: list[Group],
+    config: TunerConfig,
+    unit: float | None,
+    base_name: str,
+    *,
+    per_group: bool,
+    former_rows: Iterable[int] = (),
+) -> None:
     """Give new groups their tuner: that of the groups they share one with, or a fresh one.
 
-    Everything is checked before the first group is changed.
+    Everything is checked before the first group is changed. ``former_rows`` are those of tuners that may be gone, but
+    that something is still remembered of: a new tuner gets none of them.
     """
     if len(params := list(params_of(groups))) != len({id(p) for p in params}):
         raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
     entered = [group for group in groups if is_entered(group)]
     of_all = {key: entered[0][key] for key in ("mechanic_skipped",) if entered and key in entered[0]}
-    next_row = 1 + max((group["mechanic_row"] for group in entered), default=-1)
+    next_row = 1 + max((*(group["mechanic_row"] for group in entered), *former_rows), default=-1)
     additions: list[tuple[Group, Group]] = []
     for name, sharing in by_tuner(groups, per_group=per_group).items():
         new = [group for group in sharing if not is_entered(group)]
@@ -233,6 +242,10 @@ class Presence:
     def __init__(self) -> None:
         self._groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
         self._params: dict[int, set[Tensor]] = {}  # of every tuner, when it last stepped
+
+    def rows(self) -> list[int]:
+        """Of all tuners that have stepped, whether they are still there or not."""
+        return list(self._params)
 
     def check(self, groups: list[Group], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""

@@ -383,7 +383,9 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def _enter_groups(self) -> None:
         name = type(self.base).__name__
-        groups.enter(self.param_groups, self.config, self._unit, name, per_group=self.per_group)
+        former_rows = [*self._presence.rows(), *(self._observed or ())]
+        options: dict[str, Any] = {"per_group": self.per_group, "former_rows": former_rows}
+        groups.enter(self.param_groups, self.config, self._unit, name, **options)
         if self.own_iterates:
             for group in self.param_groups:
                 group["mechanic_own_iterates"] = 1
