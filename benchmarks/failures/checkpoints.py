@@ -86,12 +86,12 @@ def mid_accumulation(contender: Contender) -> Outcome:
             training.optimizer.zero_grad()
             for part, (inputs, targets) in enumerate(parts(step)):
                 if interrupted and (step, part) == (SAVED_AT, 2):
-                    gradients = [p.grad.clone() for p in training.params()]  # type: ignore[union-attr]
+                    gradients = [p.grad.clone() for p in training.params()]
                     saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
                     training = _resumed(contender, *saved)
                     for p, gradient in zip(training.params(), gradients, strict=True):
                         p.grad = gradient
-                (loss_on(training.model, inputs, targets) / 4).backward()  # type: ignore[no-untyped-call]
+                (loss_on(training.model, inputs, targets) / 4).backward()
             training.optimizer.step()
         return training.values()
 
@@ -297,7 +297,7 @@ def of_fewer_groups(contender: Contender) -> Outcome:
 
 @situation(
     "truncated checkpoint file",
-    "The file breaks off in the middle.",
+    "The file breaks off in the middle. torch.load tells so before any optimizer sees it.",
     "Cannot be loaded. A refusal counts if the next 40 steps are bitwise those of a run in which nothing was loaded.",
 )
 def truncated(contender: Contender) -> Outcome:

@@ -23,6 +23,7 @@ class Contender:
     make: Callable[..., Optimizer]  # make(params, lr=..., **options)
     options_of: Callable[[], Callable[..., Any]]  # whose signature tells the options
     with_base: Callable[[type[Optimizer]], Callable[..., Optimizer]] | None = None
+    options_where_sharded: tuple[tuple[str, Any], ...] = ()
 
     def build(self, params: Iterable[Any], lr: Any = None, **options: Any) -> Optimizer:
         """The optimizer, ready to train."""
@@ -80,9 +81,19 @@ def _prodigy_plus() -> type[Optimizer]:
     return ProdigyPlusScheduleFree
 
 
-def _alone(key: str, title: str, package: str, lr: float, cls: Callable[[], type[Optimizer]]) -> Contender:
+def _alone(
+    key: str, title: str, package: str, lr: float, cls: Callable[[], type[Optimizer]], **where_sharded: Any
+) -> Contender:
     """An optimizer without a base. Its class is imported when it is needed."""
-    return Contender(key, title, package, lr, lambda params, **options: cls()(params, **options), cls)
+    return Contender(
+        key,
+        title,
+        package,
+        lr,
+        lambda params, **options: cls()(params, **options),
+        cls,
+        options_where_sharded=tuple(where_sharded.items()),
+    )
 
 
 def _around_adamw(key: str, title: str, package: str, around: Callable[[type[Optimizer]], Any]) -> Contender:
@@ -100,8 +111,8 @@ def _around_adamw(key: str, title: str, package: str, around: Callable[[type[Opt
 ALL = [
     _around_adamw("mechanic", "Mechanic (ours)", "mechanic", _mechanic_around),
     _around_adamw("mechanic-pytorch", "mechanic-pytorch", "mechanic-pytorch", _mechanic_pytorch_around),
-    _alone("prodigy", "Prodigy", "prodigyopt", 1.0, _prodigy),
-    _alone("d-adaptation", "D-Adaptation", "dadaptation", 1.0, _d_adaptation),
+    _alone("prodigy", "Prodigy", "prodigyopt", 1.0, _prodigy, fsdp_in_use=True),
+    _alone("d-adaptation", "D-Adaptation", "dadaptation", 1.0, _d_adaptation, fsdp_in_use=True),
     # These two do not learn their learning rate. 0.01 suits the task of the matrix.
     _alone("schedule-free", "Schedule-Free", "schedulefree", 0.01, _schedule_free),
     _alone("prodigy-plus", "Prodigy + Schedule-Free", "prodigy-plus-schedule-free", 1.0, _prodigy_plus),

@@ -33,7 +33,7 @@ def _filled(training: Training, value: float, steps: range) -> Hook:
     def fill(step: int) -> None:
         if step in steps:
             for p in training.params():
-                p.grad.fill_(value)  # type: ignore[union-attr]
+                p.grad.fill_(value)
 
     return fill
 
@@ -77,7 +77,7 @@ def nan_in_one(contender: Contender) -> Outcome:
 
     def spoil(step: int) -> None:
         if step == LATER:
-            training.params()[0].grad[3, 2] = float("nan")  # type: ignore[index]
+            training.params()[0].grad[3, 2] = float("nan")
 
     training.run(before_step=spoil)
     return keeps_up_with_undisturbed(training, contender)
@@ -126,7 +126,7 @@ def _after_a_spike(contender: Contender, clip: bool) -> Outcome:
     def enlarge(step: int) -> None:
         if step == LATER:
             for p in training.params():
-                p.grad.mul_(1e6)  # type: ignore[union-attr]
+                p.grad.mul_(1e6)
         if clip:
             nn.utils.clip_grad_norm_(training.params(), 1.0)
 
@@ -196,7 +196,7 @@ class _Lookup(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         quarters = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
-        return self.linear(self.table(quarters) + inputs)  # type: ignore[no-any-return]
+        return self.linear(self.table(quarters) + inputs)
 
 
 @situation(
@@ -268,7 +268,18 @@ def accumulated(contender: Contender) -> Outcome:
 @situation("two steps on one gradient", "step() is called twice without zero_grad() in between.", KEEPS_UP)
 def twice(contender: Contender) -> Outcome:
     training = Training(contender)
-    training.run(before_step=lambda step: training.optimizer.step())  # type: ignore[arg-type,return-value]
+    training.run(before_step=lambda step: training.optimizer.step())
+    return keeps_up_with_undisturbed(training, contender)
+
+
+@situation("zero_grad() forgotten", "zero_grad() is called every fifth step only, so gradients pile up.", KEEPS_UP)
+def forgotten_zero_grad(contender: Contender) -> Outcome:
+    training = Training(contender)
+    for step in range(STEPS):
+        if step % 5 == 0:
+            training.optimizer.zero_grad()
+        training.backward(step)
+        training.optimizer.step()
     return keeps_up_with_undisturbed(training, contender)
 
 
@@ -307,7 +318,7 @@ def grad_scaler(contender: Contender) -> Outcome:
         inputs, targets = batch(step)
         scaler.scale((training.model(inputs) - targets).square().mean()).backward()
         if step == LATER:
-            training.params()[0].grad.fill_(float("inf"))  # type: ignore[union-attr]
+            training.params()[0].grad.fill_(float("inf"))
         scaler.step(training.optimizer)
         scaler.update()
     return keeps_up_with_undisturbed(training, contender)

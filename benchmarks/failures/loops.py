@@ -35,10 +35,10 @@ def closure(contender: Contender) -> Outcome:
             with torch.enable_grad():
                 training.optimizer.zero_grad()
                 loss = loss_on(training.model, *batch(step))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 return loss
 
-        training.optimizer.step(compute)  # type: ignore[arg-type]
+        training.optimizer.step(compute)
     return same_bits(training.values(), undisturbed_values(contender.key, 100))
 
 
@@ -55,10 +55,10 @@ def plain_closure(contender: Contender) -> Outcome:
         def compute(step: int = step) -> torch.Tensor:
             training.optimizer.zero_grad()
             loss = loss_on(training.model, *batch(step))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        training.optimizer.step(compute)  # type: ignore[arg-type]
+        training.optimizer.step(compute)
     return same_bits(training.values(), undisturbed_values(contender.key, 100))
 
 
@@ -82,10 +82,10 @@ def maximize(contender: Contender) -> Outcome:
     r"group",
 )
 def late_group(contender: Contender) -> Outcome:
-    training = Training(contender, groups=lambda model: model[0].parameters())  # type: ignore[index]
+    training = Training(contender, groups=lambda model: model[0].parameters())
     training.run(50)
     before = training.values()[2]
-    training.optimizer.add_param_group({"params": list(training.model[2].parameters())})  # type: ignore[index,operator]
+    training.optimizer.add_param_group({"params": list(training.model[2].parameters())})
     training.switch(training=True)
     training.run(STEPS, first=50)
     if torch.equal(training.values()[2], before):
@@ -100,14 +100,14 @@ def late_group(contender: Contender) -> Outcome:
 )
 def frozen(contender: Contender) -> Outcome:
     training = Training(contender).run(50)
-    layer = training.model[0]  # type: ignore[index]
-    before = layer.weight.detach().clone()  # type: ignore[operator,union-attr]
-    layer.requires_grad_(False)  # type: ignore[operator,union-attr]
+    layer = training.model[0]
+    before = layer.weight.detach().clone()
+    layer.requires_grad_(False)
     training.optimizer.zero_grad()
     training.run(100, first=50)
-    if not torch.equal(layer.weight, before):  # type: ignore[union-attr,arg-type]
+    if not torch.equal(layer.weight, before):
         return right_if(False, "the frozen layer moved")
-    layer.requires_grad_(True)  # type: ignore[operator,union-attr]
+    layer.requires_grad_(True)
     return keeps_up_with_undisturbed(training.run(STEPS - 150, first=150), contender)
 
 

@@ -49,7 +49,7 @@ class _FarFromZero(nn.Module):
             inputs = batch(step)[0]
             optimizer.zero_grad()
             loss = (inputs @ (self.weight.float() - self.target)).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.item())
             if step < STEPS:
                 optimizer.step()
@@ -107,7 +107,7 @@ class _LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(4, 4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.frozen(inputs) + inputs @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+        return self.frozen(inputs) + inputs @ self.down.T @ self.up.T
 
 
 def _fit(contender: Contender, model: nn.Module) -> Outcome:
@@ -159,7 +159,7 @@ def complex_parameters(contender: Contender) -> Outcome:
         for _ in range(200):
             optimizer.zero_grad()
             value = p if p.is_complex() else torch.view_as_complex(p)
-            (value - target).abs().square().sum().backward()  # type: ignore[no-untyped-call]
+            (value - target).abs().square().sum().backward()
             optimizer.step()
         return p.detach() if p.is_complex() else torch.view_as_complex(p.detach())
 
@@ -201,7 +201,7 @@ class _Images(nn.Module):
         images = inputs.view(-1, 2, 2, 2)
         if not self.convolution.weight.is_contiguous():
             images = images.to(memory_format=torch.channels_last)
-        return self.linear(torch.tanh(self.convolution(images)).flatten(1))  # type: ignore[no-any-return]
+        return self.linear(torch.tanh(self.convolution(images)).flatten(1))
 
 
 @situation(
@@ -230,7 +230,7 @@ class _Twice(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         second = self.second if hasattr(self, "second") else self.first
-        return self.readout(second(torch.tanh(self.first(inputs))))  # type: ignore[no-any-return]
+        return self.readout(second(torch.tanh(self.first(inputs))))
 
 
 @situation(
@@ -240,7 +240,7 @@ class _Twice(nn.Module):
 )
 def tied(contender: Contender) -> Outcome:
     tied, once = (Training(contender, _Twice(tied)).run(100) for tied in (True, False))
-    if tied.model.second.weight is not tied.model.first.weight:  # type: ignore[union-attr]
+    if tied.model.second.weight is not tied.model.first.weight:
         return right_if(False, "the layers share no weight any more")
     return same_bits(tied.values(), once.values())
 

@@ -122,8 +122,8 @@ class Sized(nn.Module):
         return outputs * self.gain.repeat(outputs.shape[-1] // len(self.gain))
 
 
-def train_sized(contender: Contender, model: nn.Module) -> None:
-    _steps(model, contender.build(model.parameters()), range(STEPS))
+def train_sized(contender: Contender, model: nn.Module, **options: Any) -> None:
+    _steps(model, contender.build(model.parameters(), **options), range(STEPS))
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -161,13 +161,13 @@ def _sharded(even: bool) -> nn.Module:
 
 def fsdp2_even(contender: Contender, folder: Path) -> list[Tensor]:
     model = _sharded(even=True)
-    train_sized(contender, model)
+    train_sized(contender, model, **dict(contender.options_where_sharded))
     return whole(model)
 
 
 def fsdp2_uneven(contender: Contender, folder: Path) -> list[Tensor]:
     model = _sharded(even=False)
-    train_sized(contender, model)
+    train_sized(contender, model, **dict(contender.options_where_sharded))
     return whole(model)
 
 
@@ -177,7 +177,7 @@ def fsdp2_save(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model = _sharded(even=True)
-    optimizer = contender.build(model.parameters())
+    optimizer = contender.build(model.parameters(), **dict(contender.options_where_sharded))
     _steps(model, optimizer, range(STEPS // 2))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "saved")
@@ -190,7 +190,7 @@ def fsdp2_resume(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = _sharded(even=True)
-    optimizer = contender.build(model.parameters())
+    optimizer = contender.build(model.parameters(), **dict(contender.options_where_sharded))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     checkpoint.load(state, checkpoint_id=folder / "saved")
@@ -210,6 +210,8 @@ def main(name: str, contender: str, folder: Path, rank: int, ranks: int) -> None
     job = next(job for job in (*ALONE, *ON_RANKS) if job.__name__ == name)
     try:
         if job in ON_RANKS:
+            # Prodigy and D-Adaptation move a buffer to the GPU; here it stays where all parameters are.
+            torch.Tensor.cuda = lambda self: self
             os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
             rendezvous = f"file://{folder.absolute()}/rendezvous-{name}"
             dist.init_process_group(
@@ -220,7 +222,7 @@ def main(name: str, contender: str, folder: Path, rank: int, ranks: int) -> None
             torch.save(result, folder / "result.pt")
         if job in ON_RANKS:
             dist.barrier()
-    except Exception as error:
+    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         report = {"text": text_of(error), "is_deliberate": is_deliberate(error)}
         (folder / f"error-{name}-{rank}.json").write_text(json.dumps(report))
         os._exit(1)

@@ -15,7 +15,7 @@ from benchmarks.failures.verdicts import Outcome, right_if, theme
 
 situation = theme("Several processes")
 SHARDS = r"DTensor|shard|FSDP|checkpoint"
-CLOSE = "Parameters are within 0.1% (of the way they went) of those of"
+CLOSE = "Parameters are within 1% (of the way they went) of those of"
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def _close(found: list[Tensor], expected: list[Tensor], even: bool) -> Outcome:
     start = processes.whole(processes.Sized(even))
     a, b, c = (torch.cat([t.flatten() for t in tensors]) for tensors in (found, expected, start))
     distance = ((a - b).norm() / (b - c).norm()).item()
-    return right_if(distance <= 1e-3, f"off by {distance:.2g} of the way")
+    return right_if(distance <= 1e-2, f"off by {distance:.2g} of the way")
 
 
 def _on_two_ranks(contender: Contender, job: str) -> list[Tensor]:

@@ -85,7 +85,7 @@ class Worker:
         """End it together with all it has started. It has not been waited for, so the number is still its own."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
@@ -116,6 +116,7 @@ def _record(row: str, contender: str, outcome: Outcome) -> dict[str, Any]:
         "contender": contender,
         "verdict": outcome.verdict,
         "detail": outcome.detail,
+        **({"tries": outcome.tries} if outcome.tries else {}),
         "versions": versions,
     }
 

@@ -18,6 +18,7 @@ WORST_FIRST = [WRONG, RAISES, REFUSED, RIGHT]
 class Outcome:
     verdict: str
     detail: str
+    tries: str = ""  # of several, those that came out like this
 
 
 class NotApplicable(Exception):  # noqa: N818
@@ -51,7 +52,7 @@ SITUATIONS: dict[str, Situation] = {}
 def theme(title: str) -> Callable[..., Callable[[Callable[[Contender], Outcome]], Callable[[Contender], Outcome]]]:
     """Make a decorator that enters situations under a theme."""
 
-    def situation(name: str, happens: str, right: str, refusal: str = "$^", seconds: float = 120.0):  # type: ignore[no-untyped-def]
+    def situation(name: str, happens: str, right: str, refusal: str = "$^", seconds: float = 120.0):
         def enter(run: Callable[[Contender], Outcome]) -> Callable[[Contender], Outcome]:
             if name in SITUATIONS:
                 raise ValueError(f"two situations are called {name!r}")
@@ -71,8 +72,7 @@ def worst(outcomes: dict[str, Outcome]) -> Outcome:
     """The worst of several tries of one situation, with the names of those that came out like this."""
     verdict = min((outcome.verdict for outcome in outcomes.values()), key=WORST_FIRST.index)
     names = [name for name, outcome in outcomes.items() if outcome.verdict == verdict]
-    detail = outcomes[names[0]].detail
-    return Outcome(verdict, detail if verdict == RIGHT else f"{detail} ({', '.join(names)})")
+    return Outcome(verdict, outcomes[names[0]].detail, ", ".join(names))
 
 
 def judge(situation: Situation, contender: Contender) -> Outcome:
@@ -95,7 +95,7 @@ def is_refusal(error: Exception, refusal: str) -> bool:
     return is_deliberate(error) and re.search(refusal, str(error), re.IGNORECASE) is not None
 
 
-def is_deliberate(error: Exception) -> bool:
+def is_deliberate(error: BaseException) -> bool:
     """Whether a ``raise`` statement of an optimizer made the error, not an operation that failed."""
     if isinstance(error, ErrorInAnotherProcess):
         return error.is_deliberate
@@ -110,11 +110,14 @@ def is_deliberate(error: Exception) -> bool:
     return is_of_an_optimizer and linecache.getline(code.co_filename, traceback.tb_lineno).lstrip().startswith("raise")
 
 
-def text_of(error: Exception) -> str:
+def text_of(error: BaseException) -> str:
     """One line: the error's type and the beginning of its message."""
     if isinstance(error, ErrorInAnotherProcess):
         return str(error)
-    message = " ".join(str(error).split())
+    lines = str(error).strip().splitlines()
+    if any("Traceback" in line for line in lines):
+        lines = lines[-1:]  # of the error it tells about
+    message = " ".join(" ".join(lines).split())
     message = re.sub(r"tensor\(.*", "tensor(...)", message)
     short = message if len(message) <= 240 else f"{message[:237]}..."
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
