@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test docs test-ecosystem test-deepspeed
+.PHONY: setup check test campaign docs test-ecosystem test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup:
@@ -18,6 +18,11 @@ check:
 
 test:
 	$(BIN)/pytest --numprocesses 2 --quiet
+
+# Random sequences of operations with new seeds until the time is up; a failure ends it with the shortest sequence.
+MINUTES ?= 30
+campaign:
+	MECHANIC_CAMPAIGN_MINUTES=$(MINUTES) $(BIN)/pytest -m slow --capture=no --quiet tests/campaign
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html

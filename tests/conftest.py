@@ -1,4 +1,5 @@
 import os
+import random
 
 import torch
 
@@ -7,3 +8,14 @@ torch.set_num_threads(1)
 
 # Small programs: in the tests of mechanic.jax nearly all the time goes into compiling them, and this makes it a third.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+
+# The random part of tests/campaign. Set before the workers of pytest-xdist start, so that they share it.
+os.environ.setdefault("MECHANIC_CAMPAIGN_SEED", str(random.SystemRandom().randrange(2**32)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    reports = terminalreporter.getreports("passed")
+    counts = [count for report in reports for key, count in report.user_properties if key == "campaign_operations"]
+    if counts:
+        seed = os.environ["MECHANIC_CAMPAIGN_SEED"]
+        terminalreporter.write_line(f"campaign: {sum(counts)} operations; MECHANIC_CAMPAIGN_SEED={seed} repeats them")

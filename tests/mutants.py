@@ -122,6 +122,8 @@ def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
     for part in ("src", "tests", "examples", "benchmarks", "pyproject.toml", "README.md"):
         source = ROOT / part
         shutil.copytree(source, home / part) if source.is_dir() else shutil.copy(source, home / part)
+    if try_tests(home, tests_for(jobs[0][0])) != "survived":
+        raise SystemExit(f"the tests for {jobs[0][0]} fail without any change")
     for path, operator, occurrence in jobs:
         code = (home / path).read_text()
         mutated = mutate_code(code, get_operator(operator)(), occurrence)
@@ -150,7 +152,9 @@ def try_tests(home: Path, tests: list[str]) -> str:
         os.dup2(1, 2)
         import pytest
 
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests])
+        # Plugins of pytest were imported before it.
+        ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *ignored, *tests])
         os._exit(int(code))
     until = time.monotonic() + LONGEST
     while time.monotonic() < until:

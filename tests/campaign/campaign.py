@@ -1,0 +1,47 @@
+"""Running a machine with a given seed, so that what it did can be counted and repeated."""
+
+import os
+import time
+
+import hypothesis
+from hypothesis.stateful import run_state_machine_as_test
+
+RULES_PER_SEQUENCE = 30
+SEQUENCES_PER_SEED = 4
+
+
+def run(machine, seed, operations=1):
+    """Run random sequences, with this seed and those that follow, until so many operations are done.
+
+    Returns the number of operations. A failure is shrunk to a short sequence, which Hypothesis prints as a program.
+    """
+    settings = hypothesis.settings(
+        max_examples=SEQUENCES_PER_SEED,
+        stateful_step_count=RULES_PER_SEQUENCE,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        print_blob=False,
+    )
+    machine.operations = 0
+    while machine.operations < operations:
+        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+        seed += 1
+    return machine.operations
+
+
+def session_seed():
+    """A new one in every session, unless MECHANIC_CAMPAIGN_SEED was given: see tests/conftest.py."""
+    return int(os.environ["MECHANIC_CAMPAIGN_SEED"])
+
+
+def run_for_minutes(machines, minutes):
+    """Run all machines in turn, with another seed in every round."""
+    end, seed, operations = time.monotonic() + 60 * minutes, session_seed(), 0
+    while time.monotonic() < end:
+        for machine in machines:
+            print(f"\nMECHANIC_CAMPAIGN_SEED={seed} {machine.__name__}", end="", flush=True)
+            operations += run(machine, seed)
+            print(f": {operations} operations so far", end="", flush=True)
+        seed += 1

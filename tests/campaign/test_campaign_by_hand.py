@@ -1,0 +1,17 @@
+"""`make campaign MINUTES=30`: sequences of new seeds, as many as there is time for."""
+
+import os
+
+import pytest
+
+import jax_machine
+import torch_machine
+from campaign import run_for_minutes
+from jax_setups import SETUPS
+from torch_bases import BASES
+
+
+@pytest.mark.slow
+def test_promises_hold_until_the_time_is_up():
+    machines = [torch_machine.machine_for(base) for base in BASES] + [jax_machine.machine_for(s) for s in SETUPS]
+    run_for_minutes(machines, float(os.environ.get("MECHANIC_CAMPAIGN_MINUTES", "30")))

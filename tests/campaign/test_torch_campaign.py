@@ -1,0 +1,24 @@
+"""Random sequences of everything that may happen to a Mechanic in PyTorch keep its promises."""
+
+import pytest
+
+from campaign import run, session_seed
+from torch_bases import BASES
+from torch_machine import machine_for
+
+OPERATIONS = 700  # of every base
+
+every_base = pytest.mark.parametrize("base", [pytest.param(base, id=base.name.replace(" ", "-")) for base in BASES])
+
+
+@every_base
+def test_promises_hold_in_sequences_of_a_fixed_seed(base, record_property):
+    operations = run(machine_for(base), seed=0, operations=OPERATIONS)
+    record_property("campaign_operations", operations)
+    assert operations >= OPERATIONS
+
+
+@every_base
+def test_promises_hold_in_sequences_of_a_new_seed(base, record_property):
+    print(f"MECHANIC_CAMPAIGN_SEED={session_seed()}")  # noqa: T201
+    record_property("campaign_operations", run(machine_for(base), session_seed()))
