@@ -355,7 +355,8 @@ def test_a_new_tuner_takes_nothing_over_from_one_that_is_gone():
     fill_grads()
     optimizer.step()
     assert optimizer.scales()["c"] == 0  # the observation was of another tuner
-    optimizer.add_param_group({"params": [b], "tuner": "a"})  # a parameter may change its tuner
+    optimizer.param_groups.pop(0)
+    optimizer.add_param_group({"params": [a, b], "tuner": "d"})  # parameters may change their tuner, with their state
     for _ in range(2):
         fill_grads()
         optimizer.step()

@@ -27,7 +27,8 @@ def run(machine, seed, operations=1):
     )
     machine.operations = 0
     while machine.operations < operations:
-        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+        with_seed = hypothesis.seed(f"{machine.__name__} {seed}")  # other sequences for every machine
+        run_state_machine_as_test(with_seed(machine), settings=settings)
         seed += 1
     return machine.operations
 

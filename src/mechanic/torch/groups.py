@@ -255,8 +255,9 @@ class Presence:
         present: dict[int, set[Tensor]] = {}
         for group in groups:
             present.setdefault(group["mechanic_row"], set()).update(group["params"])
+        in_some_group = set(params_of(groups))
         for row, params in present.items():
-            if any(DELTA in state.get(p, ()) for p in self._params.get(row, params) - params):
+            if any(DELTA in state.get(p, ()) for p in self._params.get(row, params) - in_some_group):
                 raise RuntimeError(
                     "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
                     "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
