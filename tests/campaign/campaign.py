@@ -1,5 +1,6 @@
 """Running a machine with a given seed, so that what it did can be counted and repeated."""
 
+import itertools
 import os
 import time
 
@@ -26,7 +27,8 @@ def run(machine, seed, operations=1):
     )
     machine.operations = 0
     while machine.operations < operations:
-        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+        with_seed = hypothesis.seed(f"{machine.__name__} {seed}")  # other sequences for every machine
+        run_state_machine_as_test(with_seed(machine), settings=settings)
         seed += 1
     return machine.operations
 
@@ -38,10 +40,11 @@ def session_seed():
 
 def run_for_minutes(machines, minutes):
     """Run all machines in turn, with another seed in every round."""
-    end, seed, operations = time.monotonic() + 60 * minutes, session_seed(), 0
-    while time.monotonic() < end:
+    end, operations = time.monotonic() + 60 * minutes, 0
+    for seed in itertools.count(session_seed()):
         for machine in machines:
+            if time.monotonic() > end:
+                return
             print(f"\nMECHANIC_CAMPAIGN_SEED={seed} {machine.__name__}", end="", flush=True)
             operations += run(machine, seed)
             print(f": {operations} operations so far", end="", flush=True)
-        seed += 1

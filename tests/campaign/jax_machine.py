@@ -223,5 +223,5 @@ class JaxMachine(RuleBasedStateMachine):
 
 
 def machine_for(setup):
-    name = "".join(word.capitalize() for word in setup.name.replace(",", "").split()) + "Machine"
+    name = "Jax" + "".join(word.capitalize() for word in setup.name.replace(",", "").split()) + "Machine"
     return type(name, (JaxMachine,), {"setup": setup})

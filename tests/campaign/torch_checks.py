@@ -134,6 +134,7 @@ def check_groups(training):
     names = [{name for name, _ in sharing} for sharing in by_row.values()]
     assert all(len(some) == 1 for some in names), f"tuners {names} share a row"
     assert len(names) == len(set.union(*names)), f"one tuner has several rows: {names}"
+    assert len({group.get("mechanic_skipped") for group in training.optimizer.param_groups}) == 1
     for sharing in by_row.values():
         for key in ("mechanic_tuner", "mechanic_unit", "mechanic_frozen"):
             first, *others = (bits(group.get(key)) for _, group in sharing)

@@ -32,13 +32,14 @@ SCHEDULERS = {
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 2.0, total_steps=9, cycle_momentum=False),
     "warm-up": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
 }
+FAILURES = ["before the first group", "before the first group", "after the first group", "after the last group"]
 BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"), "1e30": 1e30}
 
 
 class TorchMachine(CheckedMachine):
     @initialize(
         dtype=st.runner().flatmap(lambda machine: st.sampled_from(machine.base.dtypes)),
-        config=st.sampled_from(list(CONFIGS)),
+        config=st.sampled_from(["default", *CONFIGS]),
         grouping=st.sampled_from(list(GROUPINGS)),
         skip_nonfinite=st.booleans(),
         lr=st.sampled_from([1.0, 0.1, 3.0]),
@@ -60,7 +61,7 @@ class TorchMachine(CheckedMachine):
 
     # Training.
 
-    @rule(steps=st.integers(1, 5), seed=seeds, size=st.sampled_from([1.0, 1.0, 1e-3, 100.0]))
+    @rule(steps=st.integers(1, 6), seed=seeds, size=st.sampled_from([1.0, 1.0, 1e-3, 100.0]))
     def train(self, steps, seed, size):
         for step in range(steps):
             self.training.fill_gradients(seed + step, size=size)
@@ -75,24 +76,27 @@ class TorchMachine(CheckedMachine):
         assert self.step(closure) == 2.5
 
     @precondition(lambda self: self.training.dtype == torch.float64 and self.is_observed is False)
-    @rule(steps=st.integers(1, 3), seed=seeds)
-    def train_as_predicted(self, steps, seed):
+    @rule(steps=st.integers(1, 3), seed=seeds, missing=st.sets(places, max_size=2))
+    def train_as_predicted(self, steps, seed, missing):
         self.ensure_training_mode()
         for step in range(steps):
             self.training.fill_gradients(seed + step)
+            for place in missing:
+                self.parameter(place).grad = None
             prediction, sizes = torch_prediction.predict(self.training), checks.sizes(self.training)
             self.step()
             torch_prediction.check(self.training, prediction, sizes)
 
-    @rule(seed=seeds, missing=st.sets(places, min_size=1), zero=st.sets(places))
-    def train_with_missing_gradients(self, seed, missing, zero):
-        self.training.fill_gradients(seed)
-        for place, p in enumerate(self.training.params):
-            if place in missing:
-                p.grad = None
-            elif place in zero:
-                p.grad.zero_()
-        self.step()
+    @rule(steps=st.integers(1, 3), seed=seeds, missing=st.sets(places, min_size=1, max_size=2), zero=st.sets(places))
+    def train_with_missing_gradients(self, steps, seed, missing, zero):
+        for step in range(steps):
+            self.training.fill_gradients(seed + step)
+            for place, p in enumerate(self.training.params):
+                if place in missing:
+                    p.grad = None
+                elif place in zero:
+                    p.grad.zero_()
+            self.step()
 
     @rule(set_to_none=st.sampled_from([None, True, False]))
     def train_on_cleared_gradients(self, set_to_none):
@@ -128,7 +132,7 @@ class TorchMachine(CheckedMachine):
         self.step_on_bad_gradients()
 
     @precondition(lambda self: self.training.trains)
-    @rule(when=st.sampled_from(["before the first group", "after the first group", "after the last group"]), seed=seeds)
+    @rule(when=st.sampled_from(FAILURES), seed=seeds)
     def base_raises(self, when, seed):
         self.ensure_training_mode()
         self.training.fill_gradients(seed)

@@ -22,7 +22,7 @@ class Step:
 def predict(training):
     """The step that comes, of float64 parameters whose gradients are there and finite."""
     frozen = training.optimizer.is_frozen
-    steps = _steps_of_bare_base(training, scaled=frozen)
+    steps = steps_of_bare_base(training, scaled=frozen)
     prediction = Step([0.0] * len(steps), [None] * len(steps), [p.detach().clone() for p in training.params])
     tuners = {}
     for group in training.optimizer.param_groups:
@@ -89,7 +89,7 @@ def _tune(training, groups):
     return total_scale(state, np)[0], total_scale(tuned, np)[0], 1.0 if kept is None else float(kept[0])
 
 
-def _steps_of_bare_base(training, *, scaled):
+def steps_of_bare_base(training, *, scaled):
     """What the base proposes from where it stands, at learning rates in units, times S if ``scaled``."""
     optimizer = training.optimizer
     values = [torch.nn.Parameter(p.detach().clone()) for p in training.params]

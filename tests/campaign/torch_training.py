@@ -30,7 +30,7 @@ class Training:
     def start(cls, base, dtype, groups, lr, options, seed):
         """``groups`` are dicts without parameters; each gets one parameter, the last one all that are left."""
         generator = torch.Generator().manual_seed(seed)
-        params = [torch.nn.Parameter(random(shape, dtype, generator)) for shape in base.shapes[: len(groups) + 1]]
+        params = [torch.nn.Parameter(random(shape, dtype, generator)) for shape in base.shapes[: len(groups) + 2]]
         shares = [[p] for p in params[: len(groups) - 1]] + [params[len(groups) - 1 :]]
         param_groups = [{"params": share, **group} for group, share in zip(groups, shares, strict=True)]
         optimizer = Mechanic(base.cls(param_groups, lr=lr, **base.options), **options)
