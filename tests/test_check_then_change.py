@@ -89,6 +89,34 @@ def test_a_base_that_fails_leaves_parameters_delta_and_tuner(name, when, monkeyp
     train(model, optimizer, 3)
 
 
+@pytest.mark.parametrize("base", [optim.SGD, optim.AdamW])
+def test_a_base_that_fails_at_the_first_step_of_new_parameters_leaves_them_where_they_were(base, monkeypatch):
+    old, new = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = Mechanic(base([old], lr=1.0))
+    for _ in range(5):
+        old.grad = old.detach() - 3
+        optimizer.step()
+    optimizer.add_param_group({"params": [new]})
+    function = "sgd" if base is optim.SGD else "adam"
+    module = importlib.import_module(f"torch.optim.{function}")
+    inner = getattr(module, function)
+
+    def fail(*args, **kwargs):
+        inner(*args, **kwargs)
+        raise MemoryError
+
+    for p in (old, new):
+        p.grad = p.detach() - 3
+    monkeypatch.setattr(module, function, fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    monkeypatch.undo()
+    delta = optimizer.state.get(new, {}).get("mechanic_delta", torch.zeros_like(new))
+    torch.testing.assert_close(new.detach() - scale(optimizer) * delta, torch.ones_like(new), rtol=1e-12, atol=0)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+
+
 # Groups.
 
 

@@ -74,7 +74,7 @@ def step_alone(
             base.state[p].update(entries)
         if not has_stepped:
             for bucket, lent in zip(buckets, stepped, strict=True):
-                bucket.give_up(lent)
+                bucket.give_up(lent, forgotten={p for p in bucket.params if p not in own})
     return stepped
 
 

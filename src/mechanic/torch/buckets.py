@@ -123,15 +123,20 @@ class Bucket:
         self._lent = []
         return stepped
 
-    def give_up(self, stepped: list[Tensor]) -> None:
+    def give_up(self, stepped: list[Tensor], forgotten: set[Tensor]) -> None:
         """The base has failed: bring parameters and Delta back to where they were.
 
         What the base did to copies is lost. What it may have added to Delta already stays in it, at the S of before,
-        as a bare optimizer that fails halfway has moved some of its parameters.
+        as a bare optimizer that fails halfway has moved some of its parameters. The Delta of ``forgotten`` parameters
+        was 0 and is not kept, so they are where they were.
         """
         if stepped and self.lends_delta_at is not None:
             scale, kept = self._scalar(self.lends_delta_at), None if self.kept is None else self._scalar(self.kept)
-            vectors.undo_retreat(self._local_params(), self.deltas, scale, self.decay, kept)
+            lists = zip(self.params, self._local_params(), self.deltas, strict=True)
+            remembered = [(x, delta) for p, x, delta in lists if p not in forgotten]
+            if remembered:
+                values, deltas = (list(tensors) for tensors in zip(*remembered, strict=True))
+                vectors.undo_retreat(values, deltas, scale, self.decay, kept)
 
     def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor) -> None:
         """Scale what the base did, with S and S', [tuners]."""
