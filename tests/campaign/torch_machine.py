@@ -281,7 +281,12 @@ class TorchMachine(CheckedMachine):
     @precondition(lambda self: len(self.optimizer.param_groups) > 1)
     @rule(place=places)
     def remove_group(self, place):
-        group = self.optimizer.param_groups.pop(place % len(self.optimizer.param_groups))
+        groups = self.optimizer.param_groups
+        group = groups[place % len(groups)]
+        sharing = [g for g in groups if g is not group and g.get("mechanic_row") == group.get("mechanic_row")]
+        if sharing and not any(self.optimizer.state.get(p) for g in sharing for p in g["params"]):
+            return  # the checkpoint of a tuner that has learned, but has no parameter with state, is refused
+        del groups[place % len(groups)]  # remove() would compare tensors
         for p in group["params"]:
             self.optimizer.state.pop(p, None)
         self.removed = group["params"]

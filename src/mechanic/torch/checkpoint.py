@@ -253,7 +253,11 @@ def _check_complete(state_dict: StateDict, groups: list[Group]) -> None:
 
 
 def _check_has_state(state_dict: StateDict, groups: list[Group], expected: Mapping[Tensor, Shapes]) -> None:
-    """A tuner whose scale is not 0 must have some parameter with state."""
+    """A tuner whose scale is not 0 must have some parameter with state.
+
+    It has none where all parameters that it has moved were taken out; such a run cannot be told from a checkpoint
+    that has lost its state.
+    """
     scales = 1 + TunerState._fields.index("scales")  # after the betas
     learned: dict[int, int] = {}  # by row, the first group
     for index, group in enumerate(state_dict["param_groups"]):
