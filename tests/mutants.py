@@ -30,7 +30,7 @@ TORCH = (
     *("groups", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe"),
     "follows_oracle.py::test_float64_follows_for_300_steps[AdamW-by_default-default]",
     "follows_oracle.py::test_float64_follows_for_300_steps[momentum-on_copies-nothing forgotten]",
-    *("vectors", "classes", "refusals", "own_iterates", "parameters"),
+    *("vectors", "classes", "refusals", "own_iterates", "parameters", "lora_trainers", "keeping"),
 )
 JAX = (
     *("jax_reading", "jax_keeping", "jax_bad_numbers", "jax_labels", "jax_observed", "jax_refusals", "jax_schedule"),
