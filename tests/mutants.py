@@ -27,10 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 TORCH = (
-    *("groups", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe"),
+    *("tuners", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe"),
     "follows_oracle.py::test_float64_follows_for_300_steps[AdamW-by_default-default]",
     "follows_oracle.py::test_float64_follows_for_300_steps[momentum-on_copies-nothing forgotten]",
-    *("vectors", "classes", "refusals", "own_iterates", "parameters", "lora_trainers", "keeping"),
+    *("kernels", "factory", "refusals", "own_iterates", "parameters", "lora_trainers", "freezing"),
 )
 JAX = (
     *("jax_reading", "jax_keeping", "jax_bad_numbers", "jax_labels", "jax_observed", "jax_refusals", "jax_schedule"),
@@ -39,11 +39,14 @@ JAX = (
 
 FIRST = {  # what is likely to notice a change, and takes longer than all should wait for
     "tuner": ("tuner",),
+    "torch/validation": ("check_then_change", "hostile_checkpoints", "checkpoint"),
     "torch/checkpoint": ("check_then_change", "hostile_checkpoints", "checkpoint"),
-    "torch/compiled": ("compiled",),
+    "torch/kernels/compiled": ("compiled",),
+    "torch/fused": ("compiled",),
     "torch/probe": ("rare_situations", "hostile_checkpoints"),
     "torch/shards": ("parallel",),
-    "torch/vectors": ("vectors", "half_precision"),
+    "torch/kernels/eager": ("kernels", "half_precision"),
+    "torch/kernels/rounding": ("half_precision",),
     "jax/rounding": ("jax_half_precision",),
 }
 LAST = {"jax/shards": ("jax_sharding",), "jax/sums": ("jax_sharding",)}  # these take a minute

@@ -80,7 +80,7 @@ class Oracle:
         kept = 1.0
         if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
             self._tune(feedback, x, delta)
-            kept = self._kept_share()
+            kept = self._delta_retention()
         self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17
 
@@ -106,7 +106,7 @@ class Oracle:
             s = self.s + pace * (s - self.s)
         self.s_before, self.s = self.s, s
 
-    def _kept_share(self) -> float:
+    def _delta_retention(self) -> float:
         former, t = self.largest_scale, self.t
         self.largest_scale, self.t = max(former, self.scale), t + 1
         if not self.departures.forgetting or self.own_iterates or former == 0:

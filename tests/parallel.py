@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mechanic.torch import Mechanic, mechanize
+from mechanic.torch import Mechanic, mechanic_class
 from task import learned
 
 STEPS = 60
@@ -267,7 +267,9 @@ def zero_redundancy(base, per_group):
 
     cls, arguments = BASES[base]
     model = nn.parallel.DistributedDataParallel(Model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), functools.partial(_in_world, mechanize(cls)), **arguments)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), functools.partial(_in_world, mechanic_class(cls)), **arguments
+    )
     train(model, optimizer)
     inner = optimizer.optim
     return report(parameters(model), inner.scales(), alone(base, False), tuners_of(inner))
@@ -636,9 +638,9 @@ def main(rank, ranks, folder, jobs=None):
     results = {}
     for function, arguments in jobs:
         try:
-            results[function.__name__, *arguments] = function(*arguments)
+            results[(function.__name__, *arguments)] = function(*arguments)
         except Exception:
-            results[function.__name__, *arguments] = {"error": traceback.format_exc()}
+            results[(function.__name__, *arguments)] = {"error": traceback.format_exc()}
         dist.barrier()
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")

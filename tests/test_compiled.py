@@ -9,7 +9,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from mechanic.torch import Mechanic, MechanicAdamW, compiled
+from mechanic.torch import Mechanic, MechanicAdamW
+from mechanic.torch.kernels import compiled
 from task import backward, mlp, same_bits, scale, snapshot, train
 
 WHOLE = {

@@ -54,11 +54,11 @@ def test_trains(base: Base, wrap):
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR's own doing, up to torch 2.6
 def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, wrap, name):
-    """The base's update is that of a bare one at the same point, whose learning rate is divided by the unit."""
+    """The base's update is that of a bare one at the same point, whose learning rate is divided by the peak."""
     model, bare_model = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
     optimizer, bare = wrap(base.make(model.parameters())), base.make(bare_model.parameters())
     schedule, bare_schedule = SCHEDULERS[name](optimizer), SCHEDULERS[name](bare)
-    unit = 0.01 if name == "OneCycleLR" else 1.0  # the peak of the schedule
+    peak_lr = 0.01 if name == "OneCycleLR" else 1.0  # the peak of the schedule
     rates = set()
     for step in range(9):
         lr = bare.param_groups[0]["lr"]
@@ -70,7 +70,7 @@ def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, wrap, na
         for p, q in zip(model.parameters(), bare_model.parameters(), strict=True):
             q.grad = p.grad.clone()
         start, before = weights(model), deltas_of(model, optimizer)
-        bare.param_groups[0]["lr"] = lr / unit
+        bare.param_groups[0]["lr"] = lr / peak_lr
         bare.step()
         bare.param_groups[0]["lr"] = lr
         optimizer.step()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import half_precision
-from mechanic.torch import Mechanic, vectors
+from mechanic.torch import Mechanic
+from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE
 from task import backward, mlp, same_bits, scale, snapshot, train
 
 HALF = [torch.bfloat16, torch.float16]
@@ -113,7 +114,7 @@ def test_the_bases_moments_are_float32_and_a_load_keeps_every_dtype(dtype):
     state = optimizer.state[model[0].weight]
     dtypes = {key: value.dtype for key, value in state.items()}
     assert dtypes["exp_avg"] == dtypes["exp_avg_sq"] == dtypes["mechanic_delta"] == torch.float32
-    assert dtypes["mechanic_residual"] == vectors.RESIDUAL_DTYPE
+    assert dtypes["mechanic_residual"] == RESIDUAL_DTYPE
     assert model[0].weight.dtype == dtype
     twin_model = copy.deepcopy(model)
     twin = Mechanic(torch.optim.AdamW(twin_model.parameters(), lr=1.0))

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 import test_memory
 from bases import BY_NAME, Base, every_base
 from mechanic.torch import Mechanic
-from mechanic.torch.bases import decays_of_blind
+from mechanic.torch.bases import decoupled_decays
 from paths import ON_DELTA, by_default, every_path, instead_of_its_step, is_one_graph, on_copies, steps_on_delta
 from task import backward, mlp, same_bits, scale, train
 
@@ -17,7 +17,7 @@ from task import backward, mlp, same_bits, scale, train
 def decays(base):
     for group in base.param_groups:
         group["mechanic_unit"] = 1.0
-    return decays_of_blind(base)
+    return decoupled_decays(base)
 
 
 def updates(base: Base, start):

@@ -42,7 +42,7 @@ def test_every_learning_rate_gives_the_same_loss(name, schedule):
 
 @every_path_of("AdamW", "SGD momentum", "Lion", "SOAP", "Adafactor")
 def test_learning_rates_a_power_of_two_apart_give_the_same_bits(base: Base, wrap):
-    """Where dividing by the unit is exact, nothing downstream can differ."""
+    """Where dividing by the peak is exact, nothing downstream can differ."""
     courses = []
     for lr in (1.0, 2.0**-20, 2.0**10):
         model = base.model()
@@ -115,7 +115,7 @@ def test_ratios_between_groups_of_one_tuner_stay(wrap):
 @three_paths
 def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak(wrap):
     model = BY_NAME["SGD"].model(dtype=torch.float64)
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), unit=0.05)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)
     schedule = lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.05, step_size_up=5, cycle_momentum=False)
     rates = []
     for step in range(10):
@@ -156,7 +156,7 @@ def test_a_unit_that_was_given_survives_a_plain_checkpoint():
     model = BY_NAME["AdamW"].model()
     plain = torch.optim.AdamW(model.parameters(), lr=1.0)
     train(model, plain, 2, scheduler=one_cycle(plain, 1e-3))
-    optimizer = Mechanic(torch.optim.AdamW(model.parameters()), unit=0.5)
+    optimizer = Mechanic(torch.optim.AdamW(model.parameters()), peak_lr=0.5)
     with pytest.warns(UserWarning, match="fresh tuner"):
         optimizer.load_state_dict(plain.state_dict())
     train(model, optimizer, 1)

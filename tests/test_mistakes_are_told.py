@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 from mechanic.integrations import readings
-from mechanic.torch import Mechanic, MechanicAdamW, mechanize
+from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
 from task import backward, mlp, train
 
 
@@ -78,7 +78,7 @@ def test_the_count_is_kept_on_the_device_and_in_the_checkpoint():
 def test_a_scheduler_with_a_learning_rate_of_its_own_is_told_once():
     p, optimizer = one_parameter()
     schedule = CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, cycle_momentum=False)
-    with pytest.warns(UserWarning, match=r"starts from a learning rate of 0\.0001, not from the 1 .*unit="):
+    with pytest.warns(UserWarning, match=r"starts from a learning rate of 0\.0001, not from the 1 .*peak_lr="):
         step(p, optimizer)
     schedule.step()
     step(p, optimizer)
@@ -102,7 +102,7 @@ def test_other_schedulers_need_no_word(schedule):
 
 def test_with_the_peak_given_a_cyclic_scheduler_needs_no_word():
     p = nn.Parameter(torch.ones(3))
-    optimizer = Mechanic(optim.AdamW([p], lr=1.0), unit=1e-2)
+    optimizer = Mechanic(optim.AdamW([p], lr=1.0), peak_lr=1e-2)
     CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, cycle_momentum=False)
     step(p, optimizer)
 
@@ -135,7 +135,7 @@ def test_parameters_where_an_optimizer_is_wanted():
 
 def test_a_class_that_is_a_mechanic_already():
     with pytest.raises(TypeError, match="MechanicAdamW is a Mechanic already"):
-        mechanize(MechanicAdamW)
+        mechanic_class(MechanicAdamW)
 
 
 @pytest.mark.parametrize("lr", [float("nan"), float("inf")])

@@ -60,7 +60,7 @@ def test_without_weight_decay_it_is_algorithm_1():
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
 def test_parameters_are_the_start_and_s_times_what_schedule_free_did(name):
     weight, own = (torch.nn.Parameter(torch.tensor(start())) for _ in range(2))
-    optimizer = Mechanic(SCHEDULE_FREE[name]([weight], lr=1.0), own_iterates=True)
+    optimizer = Mechanic(SCHEDULE_FREE[name]([weight], lr=1.0))
     alone = SCHEDULE_FREE[name]([own], lr=1.0)
     optimizer.train()
     alone.train()
@@ -87,7 +87,7 @@ def test_parameters_are_the_start_and_s_times_what_schedule_free_did(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_parameters_are_the_start_and_s_times_what_the_base_did(name):
     weight, own = (torch.nn.Parameter(torch.tensor(start())) for _ in range(2))
-    optimizer, alone = Mechanic(OTHERS[name]([weight]), own_iterates=True), OTHERS[name]([own])
+    optimizer, alone = Mechanic(OTHERS[name]([weight])), OTHERS[name]([own])
     before = loss_of(weight, 0).item()
     for step in range(60):
         optimizer.zero_grad()
@@ -104,7 +104,7 @@ def test_parameters_are_the_start_and_s_times_what_the_base_did(name):
 def test_schedule_free_learns_and_resumes_bit_for_bit(name):
     def fresh():
         weight = torch.nn.Parameter(torch.tensor(start(), dtype=torch.float32))
-        optimizer = Mechanic(SCHEDULE_FREE[name]([weight], lr=1.0), own_iterates=True)
+        optimizer = Mechanic(SCHEDULE_FREE[name]([weight], lr=1.0))
         optimizer.train()
         return weight, optimizer
 
@@ -134,10 +134,15 @@ def test_train_and_eval_of_other_bases_do_nothing():
     assert weight.equal(torch.ones(3))
 
 
-def test_schedule_free_is_refused_with_the_way_out():
-    weight = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(TypeError, match="own_iterates=True"):
-        Mechanic(schedulefree.SGDScheduleFree([weight]))
+@pytest.mark.parametrize("base", [*SCHEDULE_FREE.values(), *OTHERS.values()], ids=[*SCHEDULE_FREE, *OTHERS])
+def test_known_bases_are_recognised_without_an_option(base):
+    optimizer = Mechanic(base([torch.nn.Parameter(torch.ones(3))]))
+    assert optimizer.param_groups[0]["mechanic_own_iterates"] == 1
+
+
+def test_other_bases_are_not_taken_for_one_of_these():
+    optimizer = Mechanic(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1.0))
+    assert "mechanic_own_iterates" not in optimizer.param_groups[0]
 
 
 def test_a_checkpoint_of_the_other_mode_is_refused():

@@ -8,7 +8,8 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
-from mechanic.torch import Mechanic, MechanicAdamW, mechanize, vectors
+from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
+from mechanic.torch.kernels import rounding
 from task import backward, mlp, same_bits, scale, snapshot, train
 
 
@@ -236,12 +237,12 @@ def test_hooks_on_loading_get_a_dict_of_their_own():
 
 
 def test_a_class_is_made_once_however_it_is_asked_for():
-    assert mechanize(base_class=optim.RAdam) is mechanize(optim.RAdam)
-    assert mechanize(base_class=optim.AdamW) is mechanize(optim.AdamW) is MechanicAdamW
+    assert mechanic_class(base_class=optim.RAdam) is mechanic_class(optim.RAdam)
+    assert mechanic_class(base_class=optim.AdamW) is mechanic_class(optim.AdamW) is MechanicAdamW
 
 
 def test_the_classes_take_all_that_mechanic_takes():
-    optimizer = MechanicAdamW([nn.Parameter(torch.ones(2))], lr=1.0, unit=0.5, process_group=None)
+    optimizer = MechanicAdamW([nn.Parameter(torch.ones(2))], lr=1.0, peak_lr=0.5, process_group=None)
     assert optimizer.param_groups[0]["mechanic_unit"] == 0.5
 
 
@@ -249,9 +250,9 @@ def test_the_classes_take_all_that_mechanic_takes():
 def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, monkeypatch):
     properties = type("Properties", (), {"has_fp64": has_fp64})
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
-    vectors._has_float64.cache_clear()
-    assert vectors.tuner_dtype(torch.device("xpu")) == dtype
-    vectors._has_float64.cache_clear()
+    rounding._has_float64.cache_clear()
+    assert rounding.tuner_dtype(torch.device("xpu")) == dtype
+    rounding._has_float64.cache_clear()
 
 
 def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():
@@ -260,8 +261,8 @@ def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():
     p = torch.randn(100_000, generator=generator).to(torch.bfloat16)
     residual = torch.zeros_like(p)
     value = p.float() * (1 + 2.0**-8 * torch.rand(p.shape, generator=generator))
-    vectors.store_rounded([value.clone()], [p], [residual])
-    (read,) = vectors.with_residuals([p], [residual])
+    rounding.store_rounded([value.clone()], [p], [residual])
+    (read,) = rounding.values_of([p], [residual])
     lost = (read == p.float()) & (value != p.float())
     assert not lost.any()
     torch.testing.assert_close(read, value, rtol=2.0**-15, atol=0)

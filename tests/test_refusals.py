@@ -3,11 +3,10 @@
 import prodigyopt
 import pytest
 import pytorch_optimizer
-import schedulefree
 import torch
 from torch import optim
 
-from mechanic.torch import Mechanic, mechanize
+from mechanic.torch import Mechanic, mechanic_class
 
 
 def params():
@@ -18,8 +17,6 @@ REFUSED = {
     "LBFGS": (lambda: optim.LBFGS(params()), "several gradients"),
     "SAM": (lambda: pytorch_optimizer.SAM(params(), optim.SGD, lr=1.0), "several gradients"),
     "SparseAdam": (lambda: optim.SparseAdam(params()), "use Adam and sparse=False"),
-    "Schedule-Free": (lambda: schedulefree.AdamWScheduleFree(params()), "iterates of its own"),
-    "Lookahead": (lambda: pytorch_optimizer.Lookahead(optim.SGD(params(), lr=1.0)), "iterates of its own"),
     "Prodigy": (lambda: prodigyopt.Prodigy(params()), "already learns the size"),
     "D-Adaptation": (lambda: pytorch_optimizer.DAdaptAdam(params()), "already learns the size"),
     "Mechanic": (lambda: Mechanic(optim.SGD(params(), lr=1.0)), "already learns the size"),
@@ -60,10 +57,10 @@ def test_every_learning_rate_zero():
         Mechanic(optim.SGD(params(), lr=0.0))
 
 
-@pytest.mark.parametrize("unit", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_unit_that_is_no_learning_rate(unit):
-    with pytest.raises(ValueError, match="unit must be a positive learning rate"):
-        Mechanic(optim.SGD(params(), lr=1.0), unit=unit)
+@pytest.mark.parametrize("peak_lr", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_peak_lr_that_is_no_learning_rate(peak_lr):
+    with pytest.raises(ValueError, match="peak_lr must be a positive learning rate"):
+        Mechanic(optim.SGD(params(), lr=1.0), peak_lr=peak_lr)
 
 
 def test_sparse_gradients():
@@ -82,5 +79,5 @@ def test_a_parameter_twice_in_a_group():
 
 
 def test_an_instance_where_a_class_is_wanted():
-    with pytest.raises(TypeError, match=r"mechanize takes an optimizer class.*Mechanic\(\.\.\.\)"):
-        mechanize(optim.SGD(params(), lr=1.0))
+    with pytest.raises(TypeError, match=r"mechanic_class takes an optimizer class.*Mechanic\(\.\.\.\)"):
+        mechanic_class(optim.SGD(params(), lr=1.0))

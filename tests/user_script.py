@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import mechanic.jax
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD, layer_groups, mechanize
+from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD, layer_groups, mechanic_class
 
 
 def train(model: nn.Module) -> torch.optim.AdamW:
@@ -32,13 +32,13 @@ def train(model: nn.Module) -> torch.optim.AdamW:
 
 def classes(model: nn.Module) -> list[Mechanic[torch.optim.AdamW] | Mechanic[torch.optim.SGD]]:
     return [
-        MechanicAdamW(model.parameters(), lr=1.0, weight_decay=0.1, per_group=True, unit=1.0),
+        MechanicAdamW(model.parameters(), lr=1.0, weight_decay=0.1, per_group=True, peak_lr=1.0),
         MechanicSGD(layer_groups(model), lr=1.0, momentum=0.9, config={"decay": 0.1}, process_group=None),
     ]
 
 
 def another(model: nn.Module) -> torch.optim.RAdam:
-    optimizer = mechanize(torch.optim.RAdam)(model.parameters(), lr=1.0, config=TunerConfig.paper())
+    optimizer = mechanic_class(torch.optim.RAdam)(model.parameters(), lr=1.0, config=TunerConfig.paper())
     optimizer.load_state_dict(optimizer.state_dict())
     return optimizer.base
 

@@ -11,9 +11,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> None:
-    if name in ("Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanize"):
+    if name in ("Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanic_class", "mechanize"):
+        in_torch = "Mechanic" if name == "mechanize" else name
         raise ImportError(
-            f"mechanic has one module per framework: write `from mechanic.torch import {name}`"
+            f"mechanic has one module per framework: write `from mechanic.torch import {in_torch}`"
             + (", or `from mechanic.jax import mechanize` for JAX" if name in ("Mechanic", "mechanize") else "")
         )
     raise AttributeError(f"module 'mechanic' has no attribute {name!r}")

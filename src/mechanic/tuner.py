@@ -119,7 +119,7 @@ class TunerState(NamedTuple):
     nonfinite_steps: Array  # how many steps had sums that were not finite
 
 
-def kept_share(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
+def delta_retention(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
     """The share of Delta that outlives a step, [tuners]; None where nothing is ever forgotten.
 
     Where S grows beyond all it has been, scaling up what was moved before would undo what has settled since. So that

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mechanic.jax import scales
-from mechanic.tuner import TunerState, kept_share, total_scale, update
+from mechanic.tuner import TunerState, delta_retention, total_scale, update
 
 
 def random(rng, shape, dtype):
@@ -153,7 +153,7 @@ def predict(params, state, grads, setup):
         before = TunerState(*(np.asarray(field)[row : row + 1] for field in state.tuner))
         sums = np.array([[d @ g, d @ x, g @ g, x @ x, d @ d]])
         after = update(before, sums, np.array(setup.config.betas), setup.config, np)
-        kept = kept_share(before, after, setup.config, np)
+        kept = delta_retention(before, after, setup.config, np)
         scale, new_scale, kept = total_scale(before, np)[0], total_scale(after, np)[0], 1.0 if kept is None else kept[0]
         prediction.scales[tuner] = new_scale
         for name in parts:

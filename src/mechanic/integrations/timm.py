@@ -6,7 +6,7 @@ import dataclasses
 
 from timm.optim._optim_factory import default_registry
 
-from mechanic.torch import mechanize
+from mechanic.torch import mechanic_class
 
 __all__ = ["register"]
 
@@ -29,7 +29,7 @@ def register(*names: str) -> list[str]:
         info = dataclasses.replace(
             info,
             name=f"mechanic{name}",  # timm splits names at underscores
-            opt_class=mechanize(base_class),
+            opt_class=mechanic_class(base_class),
             description=f"Mechanic, which learns the learning rate, around: {info.description}",
         )
         default_registry.register(info)

@@ -24,7 +24,7 @@ from mechanic.jax.refusals import (
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.sums import measure
-from mechanic.tuner import SUMS, TunerConfig, TunerState, kept_share, total_scale, update
+from mechanic.tuner import SUMS, TunerConfig, TunerState, delta_retention, total_scale, update
 
 
 def mechanize(
@@ -176,7 +176,7 @@ def mechanize(
         finite = jnp.isfinite(sums[:, SUMS.index("grad_sq") if observed is None else -1])  # [tuners]
         proposed, base_state = step_base([jnp.where(finite[row], g, 0) for g, row in zip(grads, rows, strict=True)])
 
-        former, kept = scale, kept_share(state.tuner, tuner, tuner_config, jnp)
+        former, kept = scale, delta_retention(state.tuner, tuner, tuner_config, jnp)
         if kept is not None:
             deltas = [share * delta for share, delta in zip(per_leaf(kept), deltas, strict=True)]
             former = scale / kept  # S Delta of what is left of Delta

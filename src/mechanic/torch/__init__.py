@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-from mechanic.torch.classes import MechanicAdamW, MechanicSGD, mechanize
-from mechanic.torch.groups import layer_groups
+from mechanic.torch.factory import MechanicAdamW, MechanicSGD, mechanic_class
 from mechanic.torch.optimizer import Mechanic
+from mechanic.torch.tuners import layer_groups
 
-__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanize"]
+__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanic_class"]

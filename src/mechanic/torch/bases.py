@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic.torch.layout import PEAK_LR
+from mechanic.torch.private import step_hooks
+
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
-_OWN_ITERATES = (
-    "it keeps iterates of its own beside the parameters, which scaling the parameters would tear apart; "
-    "write Mechanic(..., own_iterates=True)"
-)
 _IN_BACKWARD = "it steps inside the backward pass, and Mechanic's feedback is a sum over all gradients"
 _TUNER = "it already learns the size of its steps, and two tuners on one step fight each other; use one of them"
 
@@ -26,27 +25,26 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and Mechanic's Delta is dense; use Adam and sparse=False",
     "LOMO": _IN_BACKWARD,
     "AdaLOMO": _IN_BACKWARD,
-    **dict.fromkeys(("Lookahead", "Ranger", "Ranger21", "Ranger25", "MADGRAD", "FTRL", "AccSGD"), _OWN_ITERATES),
     **dict.fromkeys(("Mechanic", "DoG", "LDoG", "DoWG", "TRAC"), _TUNER),
 }
 _REFUSED_PREFIXES = {"DAdapt": _TUNER, "Prodigy": _TUNER}
+_WITH_OWN_ITERATES = {"Lookahead", "Ranger", "Ranger21", "Ranger25", "MADGRAD", "FTRL", "AccSGD"}
 
 
-def refuse_unsuitable(base: Any, *, own_iterates: bool = False) -> None:
-    """Raise a TypeError or ValueError that says what to do where ``base`` cannot be wrapped."""
+def refuse_unsuitable(base: Any) -> None:
+    """Raise a TypeError or ValueError that says what to do if ``base`` cannot be wrapped."""
     if inspect.isclass(base):
         name = base.__name__
         raise TypeError(
             f"Mechanic wraps an optimizer instance, got the class {name}; "
-            f"write Mechanic({name}(params, lr=1.0)), or mechanize({name}) for a class"
+            f"write Mechanic({name}(params, lr=1.0)), or mechanic_class({name}) for a class"
         )
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}; "
             "write Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))"
         )
-    reason = _reason_to_refuse(base)
-    if reason and not (reason == _OWN_ITERATES and own_iterates):
+    if reason := _reason_to_refuse(base):
         raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
     if any("mechanic_format" in group for group in base.param_groups):
         raise ValueError(
@@ -58,7 +56,7 @@ def refuse_unsuitable(base: Any, *, own_iterates: bool = False) -> None:
 
 
 class DirectStepCheck:
-    """A hook on the base that warns, once, where somebody steps the base instead of the Mechanic around it."""
+    """A hook on the base that warns, once, if somebody steps the base instead of the Mechanic around it."""
 
     def __init__(self, base: Optimizer) -> None:
         self._is_expected = False
@@ -76,7 +74,7 @@ class DirectStepCheck:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """While Mechanic itself steps the base."""
+        """To use while Mechanic itself steps the base."""
         self._is_expected = True
         try:
             yield
@@ -87,10 +85,15 @@ class DirectStepCheck:
         self._handle.remove()
 
 
+def keeps_own_iterates(base: Optimizer) -> bool:
+    """Whether the base is known to keep iterates beside the parameters: scaling the parameters would separate them."""
+    has_modes = callable(getattr(base, "train", None)) and callable(getattr(base, "eval", None))  # Schedule-Free
+    return has_modes or any(cls.__name__ in _WITH_OWN_ITERATES for cls in type(base).__mro__)
+
+
 def has_hooks(base: Optimizer) -> bool:
     """Whether somebody may look at the base's parameters around its step."""
-    pre_hooks: Iterable[Any] = base._optimizer_step_pre_hooks.values()
-    return bool(base._optimizer_step_post_hooks) or any(not isinstance(hook, DirectStepCheck) for hook in pre_hooks)
+    return any(not isinstance(hook, DirectStepCheck) for hook in step_hooks(base))
 
 
 def _reason_to_refuse(base: Optimizer) -> str | None:
@@ -102,27 +105,26 @@ def _reason_to_refuse(base: Optimizer) -> str | None:
                 return reason
     if hasattr(base, "first_step") and hasattr(base, "second_step"):  # the shape every SAM shares
         return _SEVERAL_GRADIENTS
-    if callable(getattr(base, "train", None)) and callable(getattr(base, "eval", None)):  # Schedule-Free
-        return _OWN_ITERATES
     closure = inspect.signature(base.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return _SEVERAL_GRADIENTS
     return None
 
 
-_BLIND = {
+_VALUE_INDEPENDENT = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 }
+"""Bases whose update does not depend on the parameter values, but for weight decay."""
 
 
-def decays_of_blind(base: Optimizer) -> list[float] | None:
-    """What a base that is known not to look at the values it steps on takes of them by decoupled weight decay.
+def decoupled_decays(base: Optimizer) -> list[float] | None:
+    """lr times weight decay, by param group, of a base that can step on Delta in place of the parameters.
 
-    By param group, times lr: its update is what it would be anywhere, less so much of x. None where it may look, or
-    somebody else may, or where lr is 0 or may be: such a step has to leave every bit of the parameters as it is.
+    None if it cannot: if its update may depend on the values, if somebody else may look at them, or if lr is 0 or may
+    be. A step at lr = 0 has to leave every bit of the parameters as it is.
     """
-    if type(base) not in _BLIND or has_hooks(base):
+    if type(base) not in _VALUE_INDEPENDENT or has_hooks(base):
         return None
     decays = []
     for group in base.param_groups:
@@ -130,5 +132,5 @@ def decays_of_blind(base: Optimizer) -> list[float] | None:
         is_decoupled = type(base) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
         if isinstance(lr, Tensor) or isinstance(decay, Tensor) or lr == 0 or (decay and not is_decoupled):
             return None
-        decays.append(lr / group["mechanic_unit"] * decay)
+        decays.append(lr / group[PEAK_LR] * decay)
     return decays

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mechanic.torch import vectors
-from mechanic.torch.checkpoint import DELTA, RESIDUAL
-from mechanic.torch.groups import Group, rows_of
+from mechanic.torch.kernels import Kernels, eager
+from mechanic.torch.kernels.rounding import (
+    RESIDUAL_DTYPE,
+    is_half_precision,
+    store_rounded,
+    values_of,
+    working_dtype,
+)
+from mechanic.torch.layout import DELTA, RESIDUAL, ROW, Group
+from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, locals_of, set_local
-from mechanic.torch.vectors import is_half_precision
+from mechanic.torch.tuners import rows_of
 
 
-def own_state(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str, Tensor]:
-    """What Mechanic keeps of a parameter, taken from its state or made anew: Delta, and a residual if it needs one."""
-    dtypes = {} if frozen else {DELTA: vectors.working_dtype(p.dtype)}
+class Scaling(NamedTuple):
+    """How a step scales what the base does, each [tuners]."""
+
+    before: Tensor  # S
+    after: Tensor  # S'
+    delta_retention: Tensor | None = None  # k, the share of Delta that is kept; None is all of it
+
+
+def mechanic_state_of(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str, Tensor]:
+    """What Mechanic keeps of a parameter, from its state or new: Delta, and a residual if it is in half precision."""
+    dtypes = {} if frozen else {DELTA: working_dtype(p.dtype)}
     if is_half_precision(p.dtype):
-        dtypes[RESIDUAL] = vectors.RESIDUAL_DTYPE
+        dtypes[RESIDUAL] = RESIDUAL_DTYPE
     return {
         key: state[key].to(dtype) if key in state else torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()
     }
@@ -29,14 +44,14 @@ def own_state(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str,
 
 @contextmanager
 def widened(params: Iterable[Tensor]) -> Iterator[None]:
-    """Let half-precision parameters pass for float32, which the base steps on: torch casts loaded state to match."""
-    kept = [(p, p.data, p.grad) for p in params if is_half_precision(p.dtype)]
+    """Present half-precision parameters as float32, which the base steps on: torch casts loaded state to match."""
+    originals = [(p, p.data, p.grad) for p in params if is_half_precision(p.dtype)]
     try:
-        for p, data, _ in kept:
-            _repoint(p, torch.empty(0, dtype=vectors.working_dtype(data.dtype), device=data.device), None)
+        for p, data, _ in originals:
+            _repoint(p, torch.empty(0, dtype=working_dtype(data.dtype), device=data.device), None)
         yield
     finally:
-        for p, data, grad in kept:
+        for p, data, grad in originals:
             _repoint(p, data, grad)
 
 
@@ -44,128 +59,146 @@ def widened(params: Iterable[Tensor]) -> Iterator[None]:
 class Bucket:
     """Trainable parameters that can be worked on as one list.
 
-    The base never steps on the parameters themselves but on working copies in at least float32: the parameters
-    are lent out under the same identity and taken back. So a base that fails has not touched them, and what it
-    means is not lost in the rounding of a half-precision parameter. Such parameters carry a residual, what
-    rounding cut off, so that steps smaller than their last bit add up instead of vanishing.
+    The base never steps on the parameters themselves. It steps on working copies in at least float32: the parameters
+    are pointed at the copies for the time of the step, and back afterwards. So a base that fails has not touched them,
+    and its update is not lost in the rounding of a half-precision parameter.
 
-    A base that does not look at the values it steps on needs no copies: Delta itself is lent.
+    A base that does not look at the values it steps on needs no copies: the parameters are pointed at Delta itself.
     """
 
     row: int  # of the tuner
-    sign: float  # -1 where the base ascends
+    sign: float  # -1 if the base ascends
     weight: float  # of what this rank holds in the sum over ranks
     device: torch.device
     dtype: torch.dtype
     sharded: bool  # DTensors
     has_grad: bool
-    moves: bool  # by its gradient, or by a Delta from earlier ones
-    decay: float = 0.0  # the share of x that a base which is lent Delta would take by weight decay
-    lead: Tensor | None = None  # 1 - S, by which the base's own iterates are ahead of the parameters along Delta
-    work: Any = vectors  # the functions to work with: compiled.py has the same
-    lends_delta_at: Tensor | None = None  # S, [tuners], where the base is to step on Delta itself
-    kept: Tensor | None = None  # the share of Delta that outlives this step, [tuners]; None is all of it
+    moves: bool  # it has a gradient, or a Delta from earlier ones
+    decay: float = 0.0  # the share of x that weight decay takes; used only if the base steps on Delta
+    own_iterates: bool = False  # the base steps on x_1 + Delta
+    steps_on_delta: bool = False
+    kernels: Kernels = eager
     params: list[Tensor] = field(default_factory=list)
-    own: list[dict[str, Tensor]] = field(default_factory=list)  # what Mechanic keeps of each, see own_state
-    _lent: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # their own data and gradient meanwhile
+    mechanic_state: list[dict[str, Tensor]] = field(default_factory=list)  # see mechanic_state_of
+    _scaling: Scaling | None = None  # of the step that is being made
+    _originals: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # data and gradient, while lent
 
     @property
     def deltas(self) -> list[Tensor]:
-        return locals_of([own[DELTA] for own in self.own if own], sharded=self.sharded)
+        return locals_of([kept[DELTA] for kept in self.mechanic_state if kept], sharded=self.sharded)
 
     @property
     def residuals(self) -> list[Tensor]:
-        return [own[RESIDUAL] for own in self.own]
+        return [kept[RESIDUAL] for kept in self.mechanic_state]
 
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
-        sums: Tensor = self.work.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
+        sums = self.kernels.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums * self.weight
 
     def grad_sq(self) -> Tensor:
         """|g|^2, [1], of what this rank holds."""
         grads = self._grads()
-        return vectors.dot(grads, grads, self.device).reshape(1) * self.weight
+        return eager.dot(grads, grads, self.device).reshape(1) * self.weight
 
     def discard_grads_unless(self, finite: Tensor) -> None:
-        """Zero the gradients where the flag of their tuner is down, [tuners] of bool: the base must not see them."""
-        flag = self._own(finite)
-        if vectors.is_at_hand(flag) and flag:
+        """Zero the gradients if the flag of their tuner is False, [tuners]: the base must not see them."""
+        flag = self._of_this_tuner(finite)
+        if eager.is_on_host(flag) and flag:
             return
         if not self.sharded:
             for p in self.params:
-                if p.grad is not None and not vectors.can_be_cleared(p.grad):
+                if p.grad is not None and not eager.can_be_cleared(p.grad):
                     p.grad = p.grad.clone().resolve_neg().resolve_conj().contiguous()
-        vectors.clear_unless(flag, self._grads())
+        eager.clear_unless(flag, self._grads())
+
+    def scale_with(self, scaling: Scaling) -> None:
+        """Set the scales of the step that is about to be made."""
+        self._scaling = scaling
 
     def lend(self) -> None:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
-        if self.lends_delta_at is not None:
-            # All that matters is what it adds to Delta; the parameters wait at x_1 for S' Delta'.
-            scale, kept = self._scalar(self.lends_delta_at), None if self.kept is None else self._scalar(self.kept)
-            self.work.retreat(self._local_params(), self.deltas, scale, self.decay, kept)
+        if self.steps_on_delta:
+            # Only what the base adds to Delta matters. Meanwhile the parameters hold x_1, and wait for S' Delta'.
+            self.kernels.prepare_delta(self._local_params(), self.deltas, self._before(), self.decay, self._retention())
             lent = self.deltas
         else:
             lent = self._values(copy=True)
-        if self.lead is not None:
-            vectors.rescale(lent, self.deltas, self._scalar(self.lead))
+        if self.own_iterates:
+            self.kernels.add_scaled(lent, self.deltas, self._offset_along_delta())
         is_half = is_half_precision(self.dtype)
         for p, data, tensor in zip(self.params, self._data(), lent, strict=True):
             grad = p.grad if is_half else None
-            self._lent.append((data, grad))
+            self._originals.append((data, grad))
             _repoint(p, tensor, None if grad is None else grad.to(tensor.dtype))
 
     def take_back(self) -> list[Tensor]:
-        """Point the parameters at their own data again; returns what they were pointed at, as the base left it."""
-        stepped = self._data() if self._lent else []
-        for p, (data, grad) in zip(self.params, self._lent, strict=False):
+        """Point the parameters at their own data again. Returns what they were pointed at, as the base left it."""
+        stepped = self._data() if self._originals else []
+        for p, (data, grad) in zip(self.params, self._originals, strict=False):
             _repoint(p, data, grad)
-        self._lent = []
+        self._originals = []
         return stepped
 
     def give_up(self, stepped: list[Tensor], forgotten: set[Tensor]) -> None:
         """The base has failed: bring parameters and Delta back to where they were.
 
-        What the base did to copies is lost. What it may have added to Delta already stays in it, at the S of before,
-        as a bare optimizer that fails halfway has moved some of its parameters. The Delta of ``forgotten`` parameters
-        was 0 and is not kept, so they are where they were.
+        What the base did to copies is dropped. What it has already added to Delta stays there, scaled by the S of
+        before, just as a bare optimizer that fails halfway has moved some of its parameters. The Delta of ``forgotten``
+        parameters was 0 and is not kept, so they are where they were.
         """
-        if stepped and self.lends_delta_at is not None:
-            scale, kept = self._scalar(self.lends_delta_at), None if self.kept is None else self._scalar(self.kept)
-            lists = zip(self.params, self._local_params(), self.deltas, strict=True)
-            remembered = [(x, delta) for p, x, delta in lists if p not in forgotten]
-            if remembered:
-                values, deltas = (list(tensors) for tensors in zip(*remembered, strict=True))
-                vectors.undo_retreat(values, deltas, scale, self.decay, kept)
+        if not (stepped and self.steps_on_delta):
+            return
+        lists = zip(self.params, self._local_params(), self.deltas, strict=True)
+        remembered = [(x, delta) for p, x, delta in lists if p not in forgotten]
+        if remembered:
+            values, deltas = (list(tensors) for tensors in zip(*remembered, strict=True))
+            self.kernels.restore_delta(values, deltas, self._before(), self.decay, self._retention())
 
-    def move(self, stepped: list[Tensor], scale: Tensor, new_scale: Tensor) -> None:
-        """Scale what the base did, with S and S', [tuners]."""
+    def move(self, stepped: list[Tensor]) -> None:
+        """Move the parameters by S' Delta' - S Delta, where ``stepped`` tells what the base did, if it stepped."""
         if not self.moves:
             return
         values = self._values()
-        if stepped and self.lends_delta_at is not None:
-            vectors.rescale(values, self.deltas, self._scalar(new_scale))
+        before, after, delta_retention = self._require_scaling()
+        if stepped and self.steps_on_delta:
+            self.kernels.add_scaled(values, self.deltas, self._scalar(after))
             return
-        if stepped and self.lead is not None:
-            vectors.rescale(stepped, self.deltas, -self._scalar(self.lead))
-        kept = None
-        if self.kept is not None:
-            # x' = x + S' Delta' - S Delta stays as it is when Delta shrinks and S grows by as much.
-            scale, kept = scale / self.kept, self._scalar(self.kept)
-        change = self._scalar(new_scale - scale)
+        if stepped and self.own_iterates:
+            self.kernels.add_scaled(stepped, self.deltas, -self._offset_along_delta())
+        retention = self._retention()
+        if delta_retention is not None:
+            # x' = x + S' Delta' - S Delta does not change if Delta shrinks and S grows by the same factor.
+            before = before / delta_retention
+        change = self._scalar(after - before)
         if stepped:
-            self.work.combine(values, stepped, self.deltas, self._scalar(scale), change, kept)
+            self.kernels.combine(values, stepped, self.deltas, self._scalar(before), change, retention)
         else:
-            if kept is not None:
-                torch._foreach_mul_(self.deltas, kept)
-            vectors.rescale(values, self.deltas, change)
+            if retention is not None:
+                foreach_mul_(self.deltas, retention)
+            self.kernels.add_scaled(values, self.deltas, change)
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
-        """Take over what the base did, scaled by a fixed S, [tuners]; None where the base has applied it already."""
+        """Apply what the base did, times a fixed S, [tuners]; None if the base has applied S already."""
         values = self._values()
-        vectors.interpolate(values, stepped, None if scale is None else self._scalar(scale))
+        self.kernels.add_scaled_step(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
+
+    def _require_scaling(self) -> Scaling:
+        assert self._scaling is not None, "scale_with comes first"
+        return self._scaling
+
+    def _before(self) -> Tensor:
+        return self._scalar(self._require_scaling().before)
+
+    def _retention(self) -> Tensor | None:
+        retention = self._require_scaling().delta_retention
+        return None if retention is None else self._scalar(retention)
+
+    def _offset_along_delta(self) -> Tensor:
+        """1 - S: the base's own iterates are at x_1 + Delta, the parameters at x_1 + S Delta."""
+        return self._scalar(1 - self._require_scaling().before)
 
     def _local_params(self) -> list[Tensor]:
         return locals_of(self.params, sharded=self.sharded)
@@ -179,23 +212,23 @@ class Bucket:
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):
-            return vectors.with_residuals(self.params, self.residuals)
+            return values_of(self.params, self.residuals)
         params = self._local_params()
         return [p.clone() for p in params] if copy else params
 
     def _store(self, values: list[Tensor]) -> None:
         if is_half_precision(self.dtype):
-            vectors.store_rounded(values, self.params, self.residuals)
+            store_rounded(values, self.params, self.residuals)
 
-    def _own(self, per_tuner: Tensor) -> Tensor:
+    def _of_this_tuner(self, per_tuner: Tensor) -> Tensor:
         return per_tuner.unbind()[self.row].to(self.device)
 
     def _scalar(self, per_tuner: Tensor) -> Tensor:
-        return self._own(per_tuner).to(vectors.working_dtype(self.dtype).to_real())
+        return self._of_this_tuner(per_tuner).to(working_dtype(self.dtype).to_real())
 
 
 def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    """Let a parameter hold other data. In another dtype the gradient, which has to agree, goes with it."""
+    """Let a parameter hold other data. If the dtype changes, the gradient is replaced too: both have to agree."""
     if p.dtype == data.dtype:
         set_local(p, data)
     else:
@@ -205,39 +238,52 @@ def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
 
 
 def buckets_of(
-    groups: list[Group], state: Any, reduction: Reduction, *, frozen: bool, ascends: bool, decays: list[float] | None
+    groups: list[Group],
+    state: Any,
+    reduction: Reduction,
+    *,
+    frozen: bool,
+    ascends: bool,
+    own_iterates: bool,
+    decays: list[float] | None,
 ) -> list[Bucket]:
-    """The trainable parameters with what Mechanic keeps of them, in lists that can be worked on as one."""
+    """The trainable parameters and what Mechanic keeps of them, in lists that can be worked on as one.
+
+    ``decays``, by group, are given if the base is to step on Delta.
+    """
     buckets: dict[tuple[Any, ...], Bucket] = {}
     rows = rows_of(groups)
     dtensor = dtensor_class()
     for group, decay in zip(groups, decays or [0.0] * len(groups), strict=True):
-        row, sign = rows[group["mechanic_row"]], -1.0 if group.get("maximize", ascends) else 1.0
+        row, sign = rows[group[ROW]], -1.0 if group.get("maximize", ascends) else 1.0
         for p in group["params"]:
             if not p.requires_grad:
                 continue
-            grad = p.grad
-            if grad is not None and grad.layout != torch.strided:
-                raise ValueError(
-                    f"Mechanic needs dense gradients, got one of layout {grad.layout}; "
-                    "build the embedding with sparse=False"
-                )
+            grad, kept = p.grad, state.get(p, {})
+            _check(p, grad, kept)
             sharded = dtensor is not None and isinstance(p, dtensor)
             if sharded:
                 cut_grad_as_parameter(p)
-            kept = state.get(p, {})
             has_grad = grad is not None
-            # Nothing is kept of a parameter that never had a gradient: it has not moved, and will not now.
+            # A parameter that never had a gradient has no state. It has not moved, and will not move now.
             moves = has_grad or DELTA in kept
-            if DELTA in kept and kept[DELTA].shape != p.shape:
-                raise ValueError(
-                    f"a parameter has shape {tuple(p.shape)} now, and its state 'mechanic_delta' still "
-                    f"{tuple(kept[DELTA].shape)}; where parameters are resized in mid-training, resize all tensors of "
-                    "optimizer.state[p] with them, with zeros for new elements of 'mechanic_delta'"
-                )
             key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
             if (bucket := buckets.get(key)) is None:
-                bucket = buckets[key] = Bucket(*key)
+                bucket = Bucket(*key, own_iterates=own_iterates, steps_on_delta=decays is not None)
+                buckets[key] = bucket
             bucket.params.append(p)
-            bucket.own.append(own_state(p, kept, frozen=frozen) if moves else {})
+            bucket.mechanic_state.append(mechanic_state_of(p, kept, frozen=frozen) if moves else {})
     return list(buckets.values())
+
+
+def _check(p: Tensor, grad: Tensor | None, kept: dict[str, Tensor]) -> None:
+    if grad is not None and grad.layout != torch.strided:
+        raise ValueError(
+            f"Mechanic needs dense gradients, got one of layout {grad.layout}; build the embedding with sparse=False"
+        )
+    if DELTA in kept and kept[DELTA].shape != p.shape:
+        raise ValueError(
+            f"a parameter has shape {tuple(p.shape)} now, and its state 'mechanic_delta' still "
+            f"{tuple(kept[DELTA].shape)}; where parameters are resized in mid-training, resize all tensors of "
+            "optimizer.state[p] with them, with zeros for new elements of 'mechanic_delta'"
+        )

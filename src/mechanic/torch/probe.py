@@ -1,4 +1,4 @@
-"""What a base does, found out by a few steps on tiny parameters of its own."""
+"""What a base does, found out by a few steps on tiny parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.alone import global_hooks_silenced
-from mechanic.torch.checkpoint import Group, Shapes
+from mechanic.torch.layout import Group
+from mechanic.torch.private import global_hooks_silenced
 
-_SIZES = (2, 3, 5, 7, 11, 13)  # of the tiny parameter's dimensions, all different, so that shapes can be told apart
+Shapes = dict[str, tuple[int, ...] | None]
+"""Of the entries that a base makes for a parameter: the shape of a tensor, None for anything else."""
+
+_SIZES = (2, 3, 5, 7, 11, 13)  # of the tiny parameter, all different, so that its dimensions can be told apart
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options about how a step is computed, not what it does."""
+"""Options that change how a step is computed, not its result."""
 
 
 def expected_state(base: Optimizer, saved_groups: list[Group]) -> dict[Tensor, Shapes]:
-    """What one of torch's own optimizers keeps of each parameter, with the options of a checkpoint; else nothing."""
+    """What the base keeps of each parameter, with the options of a checkpoint. Empty if it is not one of torch's."""
     if type(base).__module__.partition(".")[0] != "torch":
         return {}
     expected: dict[Tensor, Shapes] = {}
@@ -41,13 +44,13 @@ def _state_after_a_step(cls: type[Optimizer], options: Group, dims: int, is_comp
     try:
         twin = _twin(cls, options, p, lr=1.0)
         _step(twin, p, torch.ones_like(p))
-    except Exception:  # options that do not work: the checkpoint's other checks name them, or the base does
+    except Exception:  # options that do not work; other checks name them, or the base itself does
         return {}
     return dict(twin.state[p])
 
 
 def _shape_for(p: Tensor, value: Any) -> tuple[int, ...] | None:
-    """The shape that an entry of the tiny parameter has for p."""
+    """The shape for p of an entry that was made for the tiny parameter."""
     if not isinstance(value, Tensor):
         return None
     sizes = dict(zip(_SIZES, p.shape, strict=False))
@@ -62,9 +65,9 @@ _LINEAR_IN_LR = {
 
 
 def is_linear_in_lr(base: Optimizer) -> bool:
-    """Whether the base's update is lr times something that does not depend on lr, so that S can be folded into lr.
+    """Whether the base's update is proportional to lr, so that S can be multiplied into lr.
 
-    Known of torch's own classes; measured of all others.
+    Known for torch's own classes, measured for all others.
     """
     if type(base).__module__.partition(".")[0] == "torch":
         return type(base) in _LINEAR_IN_LR
@@ -72,7 +75,7 @@ def is_linear_in_lr(base: Optimizer) -> bool:
 
 
 def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:
-    """Whether all steps after the first go twice as far, from the same point, once lr is doubled."""
+    """Whether all steps after the first are twice as long, from the same point, if lr is doubled."""
     dims = min(group["params"][0].ndim if group["params"] else 1, len(_SIZES))
     shape = torch.Size(_SIZES[:dims])
     start = torch.linspace(1.0, 2.0, shape.numel(), dtype=torch.float64).reshape(shape)
@@ -87,7 +90,7 @@ def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:
                 twin.param_groups[0]["lr"] = factor * lr
                 if step > 0:
                     updates.append(p - start)
-    except Exception:  # it cannot be built from its options, or not stepped by itself
+    except Exception:  # it cannot be built from its options, or needs more than a gradient to step
         return False
     once, twice = torch.stack(updates).chunk(2)
     return bool(once.any()) and torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-12 * lr)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from mechanic.torch.private import is_fsdp1_parameter, local_tensor, root_mesh, set_local_tensor
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -33,7 +35,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def locals_of(tensors: list[Tensor], *, sharded: bool) -> list[Tensor]:
     """What this rank holds of tensors: they themselves, unless they are DTensors."""
-    return [tensor._local_tensor for tensor in tensors] if sharded else tensors  # type: ignore[attr-defined]
+    return [local_tensor(tensor) for tensor in tensors] if sharded else tensors
 
 
 def cut_grad_as_parameter(p: Tensor) -> None:
@@ -46,7 +48,7 @@ def cut_grad_as_parameter(p: Tensor) -> None:
 def set_local(tensor: Tensor, data: Tensor) -> None:
     """Let a tensor hold other data under the same identity."""
     if is_dtensor(tensor):
-        tensor._local_tensor = data  # type: ignore[attr-defined]
+        set_local_tensor(tensor, data)
     else:
         tensor.data = data
 
@@ -70,7 +72,7 @@ class Reduction:
                 "pads the parts with uninitialised memory; use stage 1 or 2 with one param group, or fully_shard"
             )
         layouts = {(p.device_mesh, p.placements) for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
-        if process_group is None and any(getattr(p, "_fsdp_flattened", False) for p in params):
+        if process_group is None and any(is_fsdp1_parameter(p) for p in params):
             raise ValueError(
                 "under FullyShardedDataParallel every rank holds other data in plain tensors; tell Mechanic the group "
                 "to sum over, Mechanic(base, process_group=torch.distributed.group.WORLD), or use fully_shard"
@@ -84,7 +86,7 @@ class Reduction:
         size = 1 if self.group is None else self.group.size()
         self._plain_weight = 1.0 if process_group else 1.0 / size
         self._weights = {
-            (mesh, placements): _distinct_shards(mesh, placements) / (_root(mesh).size() if process_group else size)
+            (mesh, placements): _distinct_shards(mesh, placements) / (root_mesh(mesh).size() if process_group else size)
             for mesh, placements in layouts
         }
 
@@ -141,7 +143,7 @@ def _group_of(layouts: set[tuple[Any, Any]]) -> ProcessGroup | None:
     sharded = [(mesh, placements) for mesh, placements in layouts if _sharded_dims(placements)]
     if not sharded:
         return None
-    roots = {_root(mesh) for mesh, _ in layouts}
+    roots = {root_mesh(mesh) for mesh, _ in layouts}
     if len(roots) == 1:
         root = roots.pop()
         dims = {_dim_of_root(root, mesh, dim) for mesh, placements in sharded for dim in _sharded_dims(placements)}
@@ -165,11 +167,3 @@ def _dim_of_root(root: Any, mesh: Any, dim: int) -> int | None:
     names = root.mesh_dim_names or ()
     name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else None
     return names.index(name) if name in names else None
-
-
-def _root(mesh: Any) -> Any:
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # until torch 2.6
-
-    return _mesh_resources.get_root_mesh(mesh)

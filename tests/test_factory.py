@@ -9,11 +9,11 @@ import pytorch_optimizer
 import torch
 
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD, mechanize
+from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD, mechanic_class
 from task import mlp, same_bits, snapshot, train
 
 
-@pytest.mark.parametrize("cls", [MechanicAdamW, MechanicSGD, mechanize(pytorch_optimizer.Lion)])
+@pytest.mark.parametrize("cls", [MechanicAdamW, MechanicSGD, mechanic_class(pytorch_optimizer.Lion)])
 def test_instances_are_mechanics_around_the_base(cls):
     model = mlp()
     optimizer = cls(model.parameters(), lr=0.1, weight_decay=0.001)
@@ -49,8 +49,8 @@ def test_found_by_dotted_path():
 
 @pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.RAdam, pytorch_optimizer.Lion])
 def test_classes_pickle_and_are_made_once(base):
-    cls = mechanize(base)
-    assert mechanize(base) is cls
+    cls = mechanic_class(base)
+    assert mechanic_class(base) is cls
     assert pickle.loads(pickle.dumps(cls)) is cls
     assert cls.__name__ == f"Mechanic{base.__name__}"
 
@@ -72,7 +72,7 @@ def test_the_signature_shows_the_bases_arguments_and_mechanics():
 
 def test_instances_pickle():
     model = mlp()
-    optimizer = mechanize(torch.optim.RAdam)(model.parameters())
+    optimizer = mechanic_class(torch.optim.RAdam)(model.parameters())
     train(model, optimizer, 3)
     twin_model, twin = pickle.loads(pickle.dumps((model, optimizer)))
     assert type(twin) is type(optimizer)

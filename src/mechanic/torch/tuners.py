@@ -1,23 +1,34 @@
-"""Param groups: which tuner each belongs to, and what Mechanic keeps in it.
+"""Which param group belongs to which tuner, and reading and writing the tuners.
 
-Every group holds a copy of its tuner's row, so that no checkpoint route can part groups that share one.
+Every group holds a copy of its tuner, so that no checkpoint route can separate groups that share one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mechanic.torch.checkpoint import DELTA, FORMAT, GROUP_KEYS, OPTIONAL_GROUP_KEYS
-from mechanic.torch.vectors import tuner_dtype
+from mechanic.torch.kernels.rounding import tuner_dtype
+from mechanic.torch.layout import (
+    DELTA,
+    FORMAT,
+    FROZEN,
+    GROUP_KEYS,
+    LAST_LR,
+    OPTIONAL_GROUP_KEYS,
+    PEAK_LR,
+    ROW,
+    SKIPPED,
+    TUNER,
+    Group,
+    params_of,
+)
+from mechanic.torch.private import foreach_copy_
 from mechanic.tuner import TunerConfig, TunerState
-
-Group = dict[str, Any]
 
 # Rows of a group's tuner, after the betas.
 _SCALES = 1 + TunerState._fields.index("scales")
@@ -59,10 +70,6 @@ def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None)
     return split
 
 
-def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in groups)
-
-
 def tuner_names(groups: list[Group], *, per_group: bool) -> list[str]:
     """The name of every group's tuner."""
     named = {str(group["tuner"]) for group in groups if group.get("tuner") is not None}
@@ -87,53 +94,53 @@ def by_tuner(groups: list[Group], *, per_group: bool) -> dict[str, list[Group]]:
     return sharing
 
 
-def is_entered(group: Group) -> bool:
-    """Whether Mechanic keeps its entries in the group."""
+def is_assigned(group: Group) -> bool:
+    """Whether the group has a tuner."""
     return "mechanic_format" in group
 
 
-def enter(
+def assign_tuners(
     groups: list[Group],
     config: TunerConfig,
-    unit: float | None,
+    peak_lr: float | None,
     base_name: str,
     *,
     per_group: bool,
     former_rows: Iterable[int] = (),
 ) -> None:
-    """Give new groups their tuner: that of the groups they share one with, or a fresh one.
+    """Give new groups their tuner: that of the groups they share one with, or a new one.
 
-    Everything is checked before the first group is changed. ``former_rows`` are those of tuners that may be gone, but
-    that something is still remembered of: a new tuner gets none of them.
+    Everything is checked before the first group is changed. ``former_rows`` are rows of tuners that may be gone but are
+    still remembered somewhere. A new tuner gets none of these.
     """
     if len(params := list(params_of(groups))) != len({id(p) for p in params}):
         raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
-    entered = [group for group in groups if is_entered(group)]
-    of_all = {key: entered[0][key] for key in ("mechanic_skipped",) if entered and key in entered[0]}
-    next_row = 1 + max((*(group["mechanic_row"] for group in entered), *former_rows), default=-1)
+    assigned = [group for group in groups if is_assigned(group)]
+    of_all = {key: assigned[0][key] for key in (SKIPPED,) if assigned and key in assigned[0]}
+    next_row = 1 + max((*(group[ROW] for group in assigned), *former_rows), default=-1)
     additions: list[tuple[Group, Group]] = []
     for name, sharing in by_tuner(groups, per_group=per_group).items():
-        new = [group for group in sharing if not is_entered(group)]
-        known = next((group for group in sharing if is_entered(group)), None)
+        new = [group for group in sharing if not is_assigned(group)]
+        known = next((group for group in sharing if is_assigned(group)), None)
         if not new:
             continue
         if known is not None:
-            shared = {key: known[key] for key in ("mechanic_row", "mechanic_unit", "mechanic_frozen") if key in known}
-        elif any("mechanic_frozen" in group for group in entered):
+            shared = {key: known[key] for key in (ROW, PEAK_LR, FROZEN) if key in known}
+        elif any(FROZEN in group for group in assigned):
             raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
         else:
-            shared = {"mechanic_row": next_row, "mechanic_unit": unit or unit_of(sharing)}
+            shared = {ROW: next_row, PEAK_LR: peak_lr or peak_lr_of(sharing)}
             next_row += 1
         for group in new:
-            tuner = known["mechanic_tuner"].clone() if known else _fresh_tuner(group, groups, config)
-            own = {"mechanic_format": FORMAT, "mechanic_base": base_name, "mechanic_tuner": tuner}
+            tuner = known[TUNER].clone() if known else _fresh_tuner(group, groups, config)
+            own = {"mechanic_format": FORMAT, "mechanic_base": base_name, TUNER: tuner}
             additions.append((group, own | shared | of_all))
     for group, entries in additions:
         group.update(entries)
 
 
-def leave(groups: list[Group]) -> None:
-    """Take out all that Mechanic keeps in the groups."""
+def remove_tuners(groups: list[Group]) -> None:
+    """Remove all that Mechanic keeps in the groups."""
     for group in groups:
         for key in (*GROUP_KEYS, *OPTIONAL_GROUP_KEYS):
             if key != "d" or isinstance(group.get("d"), Tensor):  # Adafactor has a d of its own, a number
@@ -148,8 +155,8 @@ def _fresh_tuner(group: Group, groups: list[Group], config: TunerConfig) -> Tens
     return torch.tensor([config.betas, *unused], dtype=tuner_dtype(device), device=device)
 
 
-def unit_of(groups: list[Group]) -> float:
-    """The learning rate the groups were built with: the peak of a schedule, not where it stands now."""
+def peak_lr_of(groups: list[Group]) -> float:
+    """The learning rate that the groups were built with. This is the peak of a schedule, not its present value."""
     peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
     sizes = [float(peak) for peak in peaks if peak is not None]
     if not all(math.isfinite(size) for size in sizes):
@@ -164,56 +171,57 @@ def unit_of(groups: list[Group]) -> float:
 
 def scale_of(group: Group) -> Tensor:
     """S, 0-dim."""
-    return group["mechanic_tuner"].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
+    return group[TUNER].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
 
 
 def step_counts(groups: list[Group]) -> tuple[int, int]:
-    """How many steps had feedback, and how many had gradients that were not finite; of the tuner with most of each.
+    """How many steps had feedback, and how many had NaN or infinite gradients; the largest count of any tuner.
 
     Reads from the device.
     """
-    tuners = torch.stack([group["mechanic_tuner"].cpu() for group in groups])
+    tuners = torch.stack([group[TUNER].cpu() for group in groups])
     return int(tuners[:, _STEPS].max()), int(tuners[:, _NONFINITE_STEPS].max())
 
 
 def remember_rates(groups: list[Group]) -> None:
-    """Keep the learning rate of the step that was made: schedulers have written the next one when it is asked for."""
+    """Store the learning rate of the step that was made: by the time it is read, a scheduler has set the next one."""
     for group in groups:
-        lr, former = group.get("lr"), group.get("mechanic_lr")
+        lr, former = group.get("lr"), group.get(LAST_LR)
         if isinstance(lr, Tensor) and isinstance(former, Tensor):
             former.copy_(lr)  # in place, as CUDA graphs need it
         elif lr is not None:
-            group["mechanic_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+            group[LAST_LR] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def rows_of(groups: list[Group]) -> dict[int, int]:
-    """Where in :func:`read_tuners` a tuner is: ZeRO hands groups over one at a time."""
-    return {row: index for index, row in enumerate(sorted({group["mechanic_row"] for group in groups}))}
+    """The index of each row in :func:`read_tuners`. ZeRO steps one group at a time, so rows can be missing."""
+    return {row: index for index, row in enumerate(sorted({group[ROW] for group in groups}))}
 
 
-def read_tuners(groups: list[Group], device: torch.device | None) -> Tensor:
-    """[tuners, 10, n]: the betas, then the fields of TunerState; on ``device``, or where they are."""
-    device = device or groups[0]["mechanic_tuner"].device
+def read_tuners(groups: list[Group], device: torch.device | None) -> tuple[Tensor, TunerState]:
+    """The betas and the state of all tuners, each [tuners, n]; on ``device``, or where they are."""
+    device = device or groups[0][TUNER].device
     rows, dtype = {}, tuner_dtype(device)
     for group in groups:
-        tuner = group["mechanic_tuner"]
-        if tuner.device != device or tuner.dtype != dtype:  # the model was moved, or comes from elsewhere
-            group["mechanic_tuner"] = tuner.to(device, dtype)
-        rows[group["mechanic_row"]] = group["mechanic_tuner"]
-    return torch.stack([rows[row] for row in sorted(rows)])
+        tuner = group[TUNER]
+        if tuner.device != device or tuner.dtype != dtype:  # the model was moved, or the checkpoint is from elsewhere
+            group[TUNER] = tuner.to(device, dtype)
+        rows[group[ROW]] = group[TUNER]
+    betas, *fields = torch.stack([rows[row] for row in sorted(rows)]).unbind(1)
+    return betas, TunerState(*fields)
 
 
 def read_rates(groups: list[Group], like: Tensor) -> Tensor:
-    """Of every tuner the learning rate now, [tuners]: the largest among its groups."""
+    """The present learning rate of every tuner, [tuners]: the largest among its groups."""
     index = rows_of(groups)
     rates: list[list[Any]] = [[] for _ in index]
     for group in groups:
-        rates[index[group["mechanic_row"]]].append(group.get("lr"))
+        rates[index[group[ROW]]].append(group.get("lr"))
     return torch.stack([_largest(known, like) for known in rates])
 
 
 def _largest(rates: list[Any], like: Tensor) -> Tensor:
-    """Of numbers and tensors, 0-dim; without a wait for the device."""
+    """The largest of numbers and tensors, 0-dim, without waiting for the device."""
     tensors = [rate.to(like) for rate in rates if isinstance(rate, Tensor)]
     numbers = [float(rate) for rate in rates if rate is not None and not isinstance(rate, Tensor)]
     if numbers or not tensors:
@@ -221,40 +229,40 @@ def _largest(rates: list[Any], like: Tensor) -> Tensor:
     return torch.stack(tensors).amax()
 
 
-def write_tuners(groups: list[Group], tuners: Tensor) -> None:
+def write_tuners(groups: list[Group], betas: Tensor, state: TunerState) -> None:
     """In place, as CUDA graphs need it."""
-    index, rows = rows_of(groups), tuners.unbind()
-    torch._foreach_copy_([g["mechanic_tuner"] for g in groups], [rows[index[g["mechanic_row"]]] for g in groups])
+    index, rows = rows_of(groups), torch.stack([betas, *state], 1).unbind()
+    foreach_copy_([g[TUNER] for g in groups], [rows[index[g[ROW]]] for g in groups])
 
 
 def show_scales(groups: list[Group]) -> None:
-    """Keep ``d`` = S / unit in every group, so that the ``d * lr`` which trainers log is the rate really applied."""
-    rates = [scale_of(group) / group["mechanic_unit"] for group in groups]
+    """Keep ``d`` = S / peak_lr in every group: many trainers log ``d * lr``, which is then the effective rate."""
+    rates = [scale_of(group) / group[PEAK_LR] for group in groups]
     for group, rate in zip(groups, rates, strict=True):
         if not isinstance(group.get("d"), Tensor) or group["d"].device != rate.device:
             group["d"] = rate.clone()
-    torch._foreach_copy_([group["d"] for group in groups], rates)
+    foreach_copy_([group["d"] for group in groups], rates)
 
 
-class Presence:
-    """Remembers which parameters every tuner stepped with."""
+class MissingParameterCheck:
+    """Remembers which parameters every tuner stepped with, and raises if some of them are gone at the next step."""
 
     def __init__(self) -> None:
         self._groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
         self._params: dict[int, set[Tensor]] = {}  # of every tuner, when it last stepped
 
     def rows(self) -> list[int]:
-        """Of all tuners that have stepped, whether they are still there or not."""
+        """The rows of all tuners that have stepped, whether they are still there or not."""
         return list(self._params)
 
     def check(self, groups: list[Group], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """One S scales all that a tuner has moved, so it cannot step with a part of it gone."""
+        """One S scales all parameters that a tuner has moved, so it cannot step without some of them."""
         stepping = tuple((id(group), len(group["params"])) for group in groups)
         if stepping == self._groups:
             return
         present: dict[int, set[Tensor]] = {}
         for group in groups:
-            present.setdefault(group["mechanic_row"], set()).update(group["params"])
+            present.setdefault(group[ROW], set()).update(group["params"])
         in_some_group = set(params_of(groups))
         for row, params in present.items():
             if any(DELTA in state.get(p, ()) for p in self._params.get(row, params) - in_some_group):
@@ -262,7 +270,7 @@ class Presence:
                     "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
                     "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
                     "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
-                    "Where they were taken out for good, delete their optimizer.state"
+                    "If they were removed for good, delete their optimizer.state"
                 )
         self._groups = stepping
         self._params.update(present)

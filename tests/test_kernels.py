@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechanic.torch import compiled, vectors
+from mechanic.torch.kernels import compiled, eager
 
 CPU = torch.device("cpu")
 
@@ -22,14 +22,14 @@ def lists(sizes, dtype=torch.float32):
 def test_dot_against_float64(sizes, dtype):
     a, b = lists(sizes, dtype)
     expected = sum((x.double() * y.double()).sum().item() for x, y in zip(a, b, strict=True))
-    assert vectors.dot(a, b, CPU).dtype == torch.float64
-    assert vectors.dot(a, b, CPU).item() == pytest.approx(expected, rel=1e-6)
+    assert eager.dot(a, b, CPU).dtype == torch.float64
+    assert eager.dot(a, b, CPU).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_long_dot_would_not_do():
     (a,), (b,) = lists([(1 << 24,)])
     exact = (a.double() * b.double()).sum().item()
-    whole, ours = (abs(value.item() - exact) / exact for value in (torch.dot(a, b), vectors.dot([a], [b], CPU)))
+    whole, ours = (abs(value.item() - exact) / exact for value in (torch.dot(a, b), eager.dot([a], [b], CPU)))
     assert ours < whole / 2
 
 
@@ -37,7 +37,7 @@ def test_lists_of_different_dtypes_and_layouts_meet():
     torch.manual_seed(0)
     a, b = torch.randn(2, 300, 400)
     expected = (a.double() * b.bfloat16().double()).sum().item()
-    assert vectors.dot([a.T], [b.T.contiguous().bfloat16()], CPU).item() == pytest.approx(expected, rel=1e-5)
+    assert eager.dot([a.T], [b.T.contiguous().bfloat16()], CPU).item() == pytest.approx(expected, rel=1e-5)
 
 
 HUNDRED_MILLION = 10**8
@@ -52,13 +52,13 @@ def in_float64(params, grads, deltas):
     ]
 
 
-@pytest.mark.parametrize("work", [vectors, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kernels", [eager, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", ["one tensor", "short ones"])
-def test_all_sums_hold_at_a_hundred_million_elements(work, shape, hundred_million):
+def test_all_sums_hold_at_a_hundred_million_elements(kernels, shape, hundred_million):
     tensors, expected = hundred_million
     lists = [list(tensor.split(20_000 if shape == "short ones" else HUNDRED_MILLION)) for tensor in tensors]
-    assert compiled.why_not_at_all() is None
-    sums = work.measure(*lists, 1.0, CPU).tolist()
+    assert compiled.reason_not_to_compile() is None
+    sums = kernels.measure(*lists, 1.0, CPU).tolist()
     assert sums == pytest.approx(expected, rel=1e-6)
 
 
@@ -74,4 +74,4 @@ def test_layouts_that_do_not_match_are_summed_as_well():
     torch.manual_seed(0)
     a, b = torch.rand(2, 2000, 3000)
     expected = (a.double() * b.double()).sum().item()
-    assert vectors.dot([a.T], [b.T.contiguous()], CPU).item() == pytest.approx(expected, rel=1e-6)
+    assert eager.dot([a.T], [b.T.contiguous()], CPU).item() == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,77 @@
+"""The base's own step, during which it does not notice Mechanic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch.buckets import Bucket
+from mechanic.torch.layout import FROZEN, PEAK_LR, STATE_KEYS, params_of
+from mechanic.torch.private import global_hooks_silenced
+
+
+def step_base(
+    base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
+) -> list[list[Tensor]]:
+    """Let the base step on what the buckets lend it, and return that as the base left it.
+
+    With ``instead``, that function is called in place of the base's step; it may move all parameters, those without a
+    gradient included. During the call the base sees only its own state. It sees learning rates as fractions of their
+    peak, times the frozen scale if ``scale_lr``. If it fails, only its own state has changed, unless it stepped on
+    Delta itself.
+    """
+    groups = base.param_groups
+    lrs, decays = ([group.get(key) for group in groups] for key in ("lr", "weight_decay"))
+    params = [group["params"] for group in groups]
+    steps_on_delta = any(bucket.steps_on_delta for bucket in buckets)  # then x decays in prepare_delta
+    # A base initialises state[p] if it is empty, so it must not see our entries.
+    ours = {
+        p: {key: state.pop(key) for key in STATE_KEYS if key in state}
+        for bucket in buckets
+        for p in bucket.params
+        if (state := base.state.get(p))
+    }
+    # The base would also step a parameter that is not trained but still has a gradient.
+    idle_grads = {p: p.grad for p in params_of(groups) if not p.requires_grad and p.grad is not None}
+    has_stepped = False
+    try:
+        for group, lr, decay in zip(groups, lrs, decays, strict=True):
+            if lr is not None:
+                group["lr"] = lr / group[PEAK_LR] * (group[FROZEN] if scale_lr else 1.0)
+            if decay and steps_on_delta:
+                group["weight_decay"] = 0.0
+        for p in idle_grads:
+            p.grad = None
+        for bucket in buckets:
+            if bucket.has_grad or (instead and bucket.moves):
+                bucket.lend()
+        if instead:  # it may move all parameters it sees, so it sees only those that are lent
+            seen = {p for bucket in buckets if bucket.moves for p in bucket.params}
+            for group in groups:
+                group["params"] = [p for p in group["params"] if p in seen]
+        with global_hooks_silenced():
+            (instead or base.step)()
+        has_stepped = True
+    finally:
+        stepped = [bucket.take_back() for bucket in buckets]
+        for p, grad in idle_grads.items():
+            p.grad = grad
+        for group, all_params, lr, decay in zip(groups, params, lrs, decays, strict=True):
+            group["params"] = all_params
+            if lr is not None:
+                group["lr"] = lr
+            if decay is not None:
+                group["weight_decay"] = decay
+        for bucket in buckets:
+            # Also if the base failed halfway: wherever it has made state, Delta is kept beside it.
+            fresh = zip(bucket.params, bucket.mechanic_state, strict=True) if bucket.moves else ()
+            ours.update((p, entries) for p, entries in fresh if has_stepped or base.state.get(p))
+        for p, entries in ours.items():
+            base.state[p].update(entries)
+        if not has_stepped:
+            for bucket, lent in zip(buckets, stepped, strict=True):
+                bucket.give_up(lent, forgotten={p for p in bucket.params if p not in ours})
+    return stepped

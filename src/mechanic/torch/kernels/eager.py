@@ -1,0 +1,209 @@
+"""The kernels in plain PyTorch: the reference for every other set.
+
+Nothing here reads a value on the host, so a step never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.kernels.rounding import tuner_dtype, working_dtype
+from mechanic.torch.private import (
+    flatten,
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_sub_,
+)
+
+PIECE = {"cpu": 1 << 17}
+"""Elements that are worked on at a time, by type of device. Pieces of this size stay in the cache of a core, so the
+five sums read memory once."""
+
+LONGEST_PIECE = 1 << 20
+"""On other devices. One long fp32 dot product loses digits (5e-4 at 1e8 elements); a sum of shorter ones does not."""
+
+
+def measure(
+    params: list[Tensor], grads: list[Tensor], deltas: list[Tensor], sign: float, device: torch.device
+) -> Tensor:
+    none = torch.zeros((), device=device)
+    parts = []
+    for x, g, d in _joined(params, grads or None, deltas or None):
+        parts += [
+            none if g is None or d is None else torch.dot(d, g),
+            none if d is None else torch.dot(d, x),
+            none if g is None else torch.dot(g, g),
+            torch.dot(x, x),
+            none if d is None else torch.dot(d, d),
+        ]
+    delta_grad, *others = _total(parts, 5, device).unbind()
+    return torch.stack([sign * delta_grad, *others])
+
+
+def dot(a: list[Tensor], b: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of Re<a_i, b_i> over two lists of equal shapes, as a 0-dim tensor in the tuner's dtype."""
+    return _total([torch.dot(x, y) for x, y in _joined(a, b)], 1, device).squeeze(0)
+
+
+def _total(parts: list[Tensor], width: int, device: torch.device) -> Tensor:
+    """The sums of ``width`` columns, [width], of parts that are listed row by row."""
+    dtype = tuner_dtype(device)
+    if not parts:
+        return torch.zeros(width, dtype=dtype, device=device)
+    return torch.stack(parts).to(dtype).reshape(-1, width).sum(0)
+
+
+def _joined(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
+    """Several lists of equal shapes as flat real pieces in at least float32. A list that is None gives Nones."""
+    for batch in _batches(*lists):
+        joined = tuple(None if tensors is None else _join(tensors) for tensors in batch)
+        if max(len(flat) for flat in joined if flat is not None) <= 2 * LONGEST_PIECE:
+            yield joined
+        else:  # memory layouts that could not be split at the same elements
+            pieces = [repeat(None) if flat is None else torch.split(flat, LONGEST_PIECE) for flat in joined]
+            yield from zip(*pieces, strict=False)
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    joined = tensors[0].reshape(-1) if len(tensors) == 1 else flatten(tensors)
+    joined = torch.view_as_real(joined).reshape(-1) if joined.is_complex() else joined
+    return joined.to(working_dtype(joined.dtype))
+
+
+def _batches(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
+    """Cut several lists of equal shapes at the same places, into lists that hold about one piece in all.
+
+    Long tensors are cut into views. Short ones are taken together, since for them a call costs more than the work.
+    """
+    present = [tensors for tensors in lists if tensors is not None]
+    waiting: list[int] = []
+    size = 0
+    length = PIECE.get(present[0][0].device.type, LONGEST_PIECE) if present and present[0] else 0
+
+    def chosen(indices: list[int]) -> tuple[Any, ...]:
+        return tuple(None if tensors is None else [tensors[i] for i in indices] for tensors in lists)
+
+    for index, tensor in enumerate(present[0]):
+        if (elements := tensor.numel()) < length:
+            waiting.append(index)
+            size += elements
+            if size >= length:
+                yield chosen(waiting)
+                waiting, size = [], 0
+            continue
+        pieces = iter(_split_alike([tensors[index] for tensors in present], length))
+        split = [None if tensors is None else next(pieces) for tensors in lists]
+        count = next(len(parts) for parts in split if parts is not None)
+        for part in range(count):
+            yield tuple(None if parts is None else [parts[part]] for parts in split)
+    if waiting:
+        yield chosen(waiting)
+
+
+def _split_alike(tensors: list[Tensor], length: int) -> list[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, split at the same elements: flat if their memory allows it, else whole."""
+    views = flat_views(tensors)
+    return [(tensor,) for tensor in tensors] if views is None else [torch.split(view, length) for view in views]
+
+
+def flat_views(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Flat views of tensors of one shape with the same order of elements; None if their memory has none."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
+        tensors = [tensor.permute(order) for tensor in tensors]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+    return [tensor.view(-1) for tensor in tensors]
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
+def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
+    """Zero all tensors in place if the flag, 0-dim, is False. By their bits: infinity times zero is not zero."""
+    masks: dict[torch.dtype, Tensor] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        integer = _INTEGERS[real.itemsize]
+        if integer not in masks:
+            masks[integer] = -flag.to(integer)  # all bits, or none
+        real.view(integer).bitwise_and_(masks[integer])
+
+
+def can_be_cleared(tensor: Tensor) -> bool:
+    """Whether :func:`clear_unless` can write to it. It cannot write to expanded tensors, or to lazy negations and
+    conjugates."""
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not (is_expanded or tensor.is_neg() or tensor.is_conj())
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def combine(
+    values: list[Tensor],
+    stepped: list[Tensor],
+    deltas: list[Tensor],
+    scale: Tensor,
+    change: Tensor,
+    retention: Tensor | None = None,
+) -> None:
+    for x, u, d in _batches(values, stepped, deltas):
+        foreach_sub_(u, x)
+        if retention is not None:
+            foreach_mul_(d, retention)
+        foreach_add_(d, u)
+        add_scaled(x, u, scale)
+        add_scaled(x, d, change)
+
+
+def prepare_delta(
+    values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
+) -> None:
+    of_delta = _factor_of_delta(scale, decay, retention)
+    of_value = torch.full_like(scale, -decay)
+    for x, d in _batches(values, deltas):
+        add_scaled(x, d, -scale)
+        if decay or retention is not None:
+            foreach_mul_(d, of_delta)
+        if decay:
+            add_scaled(d, x, of_value)
+
+
+def restore_delta(
+    values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
+) -> None:
+    of_delta = _factor_of_delta(scale, decay, retention)
+    for x, d in _batches(values, deltas):
+        if decay:
+            add_scaled(d, x, torch.full_like(scale, decay))
+        if decay or retention is not None:
+            foreach_mul_(d, 1 / of_delta)
+        add_scaled(x, d, scale)
+
+
+def _factor_of_delta(scale: Tensor, decay: float, retention: Tensor | None) -> Tensor:
+    """k - decay S: the weight decay is of x, which is (x - S Delta) + S Delta."""
+    return (1.0 if retention is None else retention) - decay * scale
+
+
+def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
+    foreach_addcmul_(values, directions, [factor] * len(values))
+
+
+def add_scaled_step(values: list[Tensor], stepped: list[Tensor], scale: Tensor | None) -> None:
+    if scale is None:
+        foreach_copy_(values, stepped)
+        return
+    for x, u in _batches(values, stepped):
+        foreach_sub_(u, x)
+        add_scaled(x, u, scale)

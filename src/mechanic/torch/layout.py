@@ -1,0 +1,57 @@
+"""What Mechanic keeps in a checkpoint: which key holds what.
+
+Everything is stored where PyTorch's checkpoint routes look: Delta beside the base's own state of each parameter, the
+tuner in each param group. Only tensors, numbers and one string are stored, which ``torch.load(weights_only=True)`` and
+``torch.distributed.checkpoint`` both accept.
+
+===================  ==========================  ======================================================
+where                key                         what
+===================  ==========================  ======================================================
+``state[p]``         ``mechanic_delta``          Delta, with the shape and placement of p, in float32
+                                                 or more; absent once the scale is frozen
+``state[p]``         ``mechanic_residual``       what rounding cut off; of half-precision p only
+``param_groups[i]``  ``mechanic_format``         1, the number of this layout
+``param_groups[i]``  ``mechanic_base``           the class name of the base
+``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
+``param_groups[i]``  ``mechanic_tuner``          [11, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_unit``           the peak learning rate, which counts as 1
+``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step, once there was one
+``param_groups[i]``  ``mechanic_frozen``         S, if it is frozen
+``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, if any
+``param_groups[i]``  ``mechanic_own_iterates``   1, if the base steps on iterates of its own
+``param_groups[i]``  ``d``                       S / peak_lr: ``d * lr`` is the effective learning rate
+===================  ==========================  ======================================================
+
+A checkpoint is checked as a whole before anything changes. A ValueError names the entry that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+FORMAT = 1
+
+DELTA = "mechanic_delta"
+RESIDUAL = "mechanic_residual"
+STATE_KEYS = (DELTA, RESIDUAL)
+
+TUNER = "mechanic_tuner"
+ROW = "mechanic_row"
+PEAK_LR = "mechanic_unit"
+LAST_LR = "mechanic_lr"
+FROZEN = "mechanic_frozen"
+SKIPPED = "mechanic_skipped"
+OWN_ITERATES = "mechanic_own_iterates"
+GROUP_KEYS = ("mechanic_format", "mechanic_base", ROW, TUNER, PEAK_LR)
+OPTIONAL_GROUP_KEYS = (LAST_LR, FROZEN, SKIPPED, OWN_ITERATES, "d")
+
+StateDict = dict[str, Any]
+Group = dict[str, Any]
+
+
+def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)

@@ -1,0 +1,115 @@
+"""The order of one step: measure, tune, let the base step, scale what it did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch import tuners
+from mechanic.torch.buckets import Bucket, Scaling
+from mechanic.torch.fused import choose_kernels, step_fused
+from mechanic.torch.kernels.eager import is_on_host
+from mechanic.torch.shards import Reduction
+from mechanic.torch.wrapped import Wrapped
+from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
+
+
+def step(wrapped: Wrapped[Any]) -> None:
+    """Move the parameters from x_1 + S Delta to x_1 + S' Delta', where Delta' = k Delta + the base's update."""
+    wrapped.require_all_gradients()
+    wrapped.missing.check(wrapped.groups, wrapped.base.state)
+    reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
+    if not buckets and reduction.group is None:
+        return
+    fused = wrapped.compile and _choose_kernels(wrapped, buckets)  # base and Mechanic step in one kernel
+
+    # Measure. This comes before the base steps, since it may edit gradients in place.
+    betas, tuner = wrapped.read_tuners(buckets)
+    sums, grad_sq = _measure(wrapped, reduction, buckets, tuner)
+    finite = grad_sq.isfinite()  # [tuners]
+    if wrapped.skip_nonfinite and not finite.all():
+        wrapped.count_skipped_step()
+        return
+    if not (wrapped.skip_nonfinite or fused):  # a fused step does it itself
+        for bucket in buckets:
+            bucket.discard_grads_unless(finite)
+
+    # Tune: S becomes S'.
+    rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
+    tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
+    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, torch))
+    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention)
+
+    # Let the base step, and scale what it did.
+    for bucket in buckets:
+        bucket.scale_with(scaling)
+    if fused:
+        step_fused(wrapped.base, buckets, scaling, finite)
+    else:
+        for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
+            bucket.move(stepped)
+
+    # Remember.
+    tuners.write_tuners(wrapped.groups, betas, tuned)
+    tuners.remember_rates(wrapped.groups)
+    wrapped.show_scales()
+    wrapped.warn_if_nothing_is_learned(finite)
+
+
+def observe(wrapped: Wrapped[Any]) -> None:
+    """Measure the gradients of a held-out batch for the next step."""
+    buckets = wrapped.reduction_and_buckets()[1]
+    tuner = wrapped.read_tuners(buckets)[1]
+    sums = sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
+    wrapped.observed = {row: sums[index] for row, index in tuners.rows_of(wrapped.groups).items()}
+
+
+def switch_mode(wrapped: Wrapped[Any], switch: Any) -> None:
+    """Let the base move its own iterates (``train()``, ``eval()``), and move the parameters by S times as much."""
+    buckets = wrapped.reduction_and_buckets()[1]
+    scale = total_scale(wrapped.read_tuners(buckets)[1], torch)
+    for bucket in buckets:
+        bucket.scale_with(Scaling(scale, scale))
+    for bucket, copies in zip(buckets, wrapped.step_base(buckets, instead=switch), strict=True):
+        bucket.move(copies)
+
+
+def sum_by_tuner(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:
+    """Add up parts that come with their tuner's row, [tuners, width]; with the dtype and device of ``like``."""
+    sums = [torch.zeros(width, dtype=like.dtype, device=like.device) for _ in range(len(like))]
+    for row, part in parts:
+        sums[row] += part.to(like)
+    return torch.stack(sums)
+
+
+def _measure(
+    wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket], tuner: TunerState
+) -> tuple[Tensor, Tensor]:
+    """The five sums that tune, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners].
+
+    These differ if the sums were observed on other gradients. They share one collective.
+    """
+    observed, wrapped.observed = wrapped.observed, None
+    if observed is None:
+        sums = reduction.sum(sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales))
+        return sums, sums.unbind(-1)[SUMS.index("grad_sq")]
+    grad_sq = sum_by_tuner([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
+    # A tuner that has been added since was not observed: its sums are 0, a step without feedback.
+    none = grad_sq.new_zeros(len(SUMS))
+    known = torch.stack([observed.get(row, none).to(none) for row in tuners.rows_of(wrapped.groups)])
+    *columns, grad_sq = reduction.sum(torch.cat([known, grad_sq], -1)).unbind(-1)
+    return torch.stack(columns, -1), grad_sq
+
+
+def _choose_kernels(wrapped: Wrapped[Any], buckets: list[Bucket]) -> bool:
+    fused, left_out = choose_kernels(wrapped.base, buckets, own_iterates=wrapped.own_iterates)
+    for message in left_out:
+        wrapped.warn_once(message, message)
+    return fused
+
+
+def _unless_one(retention: Tensor | None) -> Tensor | None:
+    """None if all of Delta is kept and that can be seen without waiting for a device: multiplying is saved then."""
+    return None if retention is not None and is_on_host(retention) and bool((retention == 1).all()) else retention

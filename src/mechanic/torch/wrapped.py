@@ -1,0 +1,216 @@
+"""A base optimizer, the options it was wrapped with, and what Mechanic remembers between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch import tuners
+from mechanic.torch.base_step import step_base
+from mechanic.torch.bases import DirectStepCheck, decoupled_decays
+from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of
+from mechanic.torch.kernels.eager import is_on_host
+from mechanic.torch.kernels.rounding import is_half_precision
+from mechanic.torch.layout import FROZEN, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
+from mechanic.torch.private import is_inside_backward
+from mechanic.torch.shards import Reduction
+from mechanic.torch.warn import WarnOnce
+from mechanic.tuner import TunerConfig, TunerState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+BaseT = TypeVar("BaseT", bound=Optimizer)
+
+
+@dataclass(eq=False)
+class Wrapped(Generic[BaseT]):
+    """What :class:`mechanic.torch.Mechanic` consists of; see there for the options."""
+
+    base: BaseT
+    config: TunerConfig
+    peak_lr: float | None
+    per_group: bool
+    skip_nonfinite: bool
+    own_iterates: bool
+    process_group: ProcessGroup | None
+    compile: bool
+    peak_is_settled: bool = False  # the first step has been made, so the peak of the schedule is known
+    observed: dict[int, Tensor] | None = None  # this rank's sums for the next step, [5] by row of the tuner
+
+    # Everything below is made anew in a copy and when unpickled.
+    elements: int = field(default=0, init=False)  # of the parameters that the optimizer was built with
+    is_linear_in_lr: bool | None = field(default=None, init=False)  # the base; None until it is needed
+    missing: tuners.MissingParameterCheck = field(default_factory=tuners.MissingParameterCheck, init=False)
+    warn_once: WarnOnce = field(default_factory=WarnOnce, init=False)
+    _reduction: Reduction | None = field(default=None, init=False)
+    _direct_steps: DirectStepCheck | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if tuners.is_assigned(self.groups[0]):  # in a copy; a new one checks everything first
+            self.watch_direct_steps()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @property
+    def is_frozen(self) -> bool:
+        return FROZEN in self.groups[0]
+
+    def has_half_precision(self) -> bool:
+        """Whether a parameter that is trained is in half precision."""
+        return any(is_half_precision(dtype) for dtype in {p.dtype for p in params_of(self.groups) if p.requires_grad})
+
+    # Param groups and tuners.
+
+    def require_assigned_groups(self) -> None:
+        """Raise if this Mechanic has been released. Assign tuners to groups that were added to the base directly."""
+        if not any(tuners.is_assigned(group) for group in self.groups):
+            raise RuntimeError("this Mechanic has been released; use the optimizer that release() returned")
+        if not all(tuners.is_assigned(group) for group in self.groups):
+            self.assign_tuners()
+
+    def assign_tuners(self) -> None:
+        name = type(self.base).__name__
+        former_rows = [*self.missing.rows(), *(self.observed or ())]
+        options: dict[str, Any] = {"per_group": self.per_group, "former_rows": former_rows}
+        tuners.assign_tuners(self.groups, self.config, self.peak_lr, name, **options)
+        if self.own_iterates:
+            for group in self.groups:
+                group[OWN_ITERATES] = 1
+        self.show_scales()
+
+    def by_tuner(self) -> dict[str, list[Group]]:
+        """The groups that share a tuner, by its name."""
+        self.require_assigned_groups()
+        return tuners.by_tuner(self.groups, per_group=self.per_group)
+
+    def read_tuners(self, buckets: list[Bucket]) -> tuple[Tensor, TunerState]:
+        """The betas and the state of all tuners, each [tuners, n], where the parameters are."""
+        return tuners.read_tuners(self.groups, buckets[0].device if buckets else None)
+
+    def show_scales(self) -> None:
+        if "d" not in self.base.defaults:  # Adafactor has an option of this name
+            tuners.show_scales(self.groups)
+
+    def scales(self) -> dict[str, float]:
+        scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
+        if not all(scales.values()):
+            self.warn_if_nothing_is_learned()
+        return scales
+
+    def settle_peak_lr(self) -> None:
+        """Before the first step, look for a ``OneCycleLR``, which brings a peak of its own."""
+        if self.peak_is_settled:
+            return
+        for sharing in self.by_tuner().values():
+            if any("max_lr" in group for group in self.groups):
+                peak_lr = tuners.peak_lr_of(sharing)
+                for group in sharing:
+                    group[PEAK_LR] = peak_lr
+            self._warn_of_another_peak(sharing)
+        # A step with lr = 0 moves nothing: torch.distributed.checkpoint makes one before it loads.
+        self.peak_is_settled = not all(group.get("lr") == 0.0 for group in self.groups)
+
+    # Parameters.
+
+    def reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
+        """The sum over ranks, and the parameters in lists. ``decays`` are given if the base is to step on Delta."""
+        if self._reduction is None or not self._reduction.knows(params_of(self.groups)):
+            self._reduction = Reduction(params_of(self.groups), self.process_group, self.elements)
+        buckets = buckets_of(
+            self.groups,
+            self.base.state,
+            self._reduction,
+            frozen=self.is_frozen,
+            ascends=bool(getattr(self.base, "maximize", False)),  # of bases where it is no option of the groups
+            own_iterates=self.own_iterates,
+            decays=decays,
+        )
+        return self._reduction, buckets
+
+    def decays_beside_delta(self) -> list[float] | None:
+        """Weight decay by group if the base is to step on Delta itself, see :func:`decoupled_decays`; else None."""
+        return None if self.own_iterates or self.has_half_precision() else decoupled_decays(self.base)
+
+    def complete_state(self) -> None:
+        """Put Delta beside all state that the base has, so that every checkpoint is complete.
+
+        Adagrad has state before its first step. torch.distributed.checkpoint makes no step to fill in the rest then.
+        """
+        for p in params_of(self.groups):
+            if state := self.base.state.get(p):
+                state.update(mechanic_state_of(p, state, frozen=self.is_frozen))
+
+    def require_all_gradients(self) -> None:
+        """Raise inside a backward pass if gradients are still to come: the sums would lack them."""
+        if not is_inside_backward():
+            return
+        waiting = [p.requires_grad and p.grad is None for p in params_of(self.groups)]
+        if any(waiting):
+            raise RuntimeError(
+                f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
+                "no gradient, and Mechanic's feedback is a sum over all: turn 'fused backward pass' off and step "
+                "after backward(), or give every parameter that steps by itself a Mechanic of its own"
+            )
+
+    # The base's own step.
+
+    def step_base(
+        self, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
+    ) -> list[list[Tensor]]:
+        """See :func:`mechanic.torch.base_step.step_base`."""
+        with self._direct_steps.expected() if self._direct_steps else nullcontext():
+            return step_base(self.base, buckets, scale_lr=scale_lr, instead=instead)
+
+    def watch_direct_steps(self, *, watch: bool = True) -> None:
+        """Warn if somebody calls the base's ``step`` directly; or stop watching."""
+        if self._direct_steps:
+            self._direct_steps.remove()
+        self._direct_steps = DirectStepCheck(self.base) if watch else None
+
+    # Counts and warnings.
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.groups[0].get(SKIPPED, 0))
+
+    def count_skipped_step(self) -> None:
+        skipped = self.skipped_steps + 1
+        for group in self.groups:
+            group[SKIPPED] = skipped
+        self.warn_if_nothing_is_learned()
+
+    def warn_if_nothing_is_learned(self, finite: Tensor | None = None) -> None:
+        """Warn if most gradients were NaN or infinite; with flags of this step, only if they show some on the host."""
+        if finite is not None and (not is_on_host(finite) or bool(finite.all())):
+            return
+        steps, nonfinite = tuners.step_counts(self.groups)
+        nonfinite += self.skipped_steps
+        if nonfinite >= 10 and nonfinite > steps:
+            self.warn_once(
+                "nonfinite",
+                f"the gradients of {nonfinite} steps so far were not finite, and of {steps} they were: Mechanic learns "
+                "nothing from such steps. Is the loss scaled? Call scaler.step(optimizer), which unscales the "
+                "gradients, not optimizer.step(); else look for NaN in the loss",
+            )
+
+    def _warn_of_another_peak(self, sharing: list[Group]) -> None:
+        """CyclicLR, for example, ignores the learning rate that the base was built with."""
+        starts = [float(group["initial_lr"]) for group in sharing if "initial_lr" in group]
+        peak_lr = sharing[0][PEAK_LR]
+        if starts and max(starts) != peak_lr and not any("max_lr" in group for group in sharing):
+            self.warn_once(
+                "peak",
+                f"a scheduler starts from a learning rate of {max(starts):g}, not from the {peak_lr:g} that the base "
+                "was built with and that counts as 1; pass the peak of the schedule, Mechanic(base, peak_lr=...)",
+            )

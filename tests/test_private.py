@@ -1,0 +1,179 @@
+"""Every private name of PyTorch's that Mechanic uses does what Mechanic takes it to do."""
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import mechanic.torch
+from mechanic.torch import private
+
+CPU = torch.device("cpu")
+PACKAGE = Path(mechanic.torch.__file__).parent
+
+
+def test_no_other_module_touches_private_names():
+    """``self._x`` and names of our own modules are ours; everything else with an underscore belongs in private.py."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if owner not in ("self", "TunerState") and node.attr not in ("_fields",):
+                    found.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                found += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+    assert found == []
+
+
+def test_foreach_functions_work_in_place_on_every_tensor_of_a_list():
+    def lists():
+        return [torch.tensor([1.0, 2.0]), torch.tensor(3.0)], [torch.tensor([10.0, 20.0]), torch.tensor(30.0)]
+
+    for function, factors, expected in (
+        (private.foreach_add_, (), [[11.0, 22.0], 33.0]),
+        (private.foreach_sub_, (), [[-9.0, -18.0], -27.0]),
+        (private.foreach_copy_, (), [[10.0, 20.0], 30.0]),
+        (private.foreach_addcmul_, ([torch.tensor(2.0)] * 2,), [[21.0, 42.0], 63.0]),
+    ):
+        ours, others = lists()
+        function(ours, others, *factors)
+        assert [tensor.tolist() for tensor in ours] == expected
+    ours, _ = lists()
+    private.foreach_mul_(ours, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in ours] == [[2.0, 4.0], 6.0]
+
+
+def test_unflatten_gives_back_what_flatten_joined():
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.ones(1, 2)]
+    flat = private.flatten(tensors)
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 1.0, 1.0]
+    for tensor, again in zip(tensors, private.unflatten(flat, tensors), strict=True):
+        assert again.equal(tensor)
+        assert again.shape == tensor.shape
+
+
+def test_is_inside_backward_is_true_in_hooks_on_gradients_only():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(private.is_inside_backward()))
+    loss = x.sum()
+    seen.append(private.is_inside_backward())
+    loss.backward()
+    seen.append(private.is_inside_backward())
+    assert seen == [False, True, False]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    torch.distributed.destroy_process_group()
+
+
+def test_set_local_tensor_gives_a_dtensor_other_data(one_rank):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dtensor = distribute_tensor(torch.ones(4), one_rank["shard"], [Shard(0)])
+    assert private.local_tensor(dtensor).equal(torch.ones(4))
+    private.local_tensor(dtensor).mul_(2)  # it is the storage itself, not a copy
+    assert dtensor.full_tensor().equal(torch.full((4,), 2.0))
+    other = torch.full((4,), 3.0)
+    private.set_local_tensor(dtensor, other)
+    assert dtensor.full_tensor().equal(other)
+
+
+def test_root_mesh_of_a_submesh_is_the_mesh_it_was_taken_from(one_rank):
+    assert private.root_mesh(one_rank["shard"]) == one_rank
+    assert private.root_mesh(one_rank) == one_rank
+
+
+def test_is_fsdp1_parameter_knows_what_fully_sharded_data_parallel_makes(one_rank):
+    model = torch.nn.Linear(2, 2)
+    assert not any(private.is_fsdp1_parameter(p) for p in model.parameters())
+    whole = torch.distributed.fsdp.ShardingStrategy.NO_SHARD  # of one rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions say that NO_SHARD, or all of it, is deprecated
+        sharded = torch.distributed.fsdp.FullyShardedDataParallel(model, sharding_strategy=whole, device_id=CPU)
+    assert all(private.is_fsdp1_parameter(p) for p in sharded.parameters())
+
+
+def base(**options):
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_step_hooks_lists_pre_and_post_hooks():
+    optimizer = base()
+    assert private.step_hooks(optimizer) == []
+
+    def before(*_): ...
+
+    def after(*_): ...
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    assert private.step_hooks(optimizer) == [before, after]
+    for handle in handles:
+        handle.remove()
+    assert private.step_hooks(optimizer) == []
+
+
+def test_run_state_dict_hooks_calls_what_torch_would_call():
+    optimizer, calls = base(), []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "more": 1})
+    assert private.run_state_dict_hooks(optimizer, lambda: {"made": 1}) == {"made": 1, "more": 1}
+    assert calls == ["before"]
+
+
+def test_run_load_state_dict_hooks_calls_what_torch_would_call():
+    optimizer, calls, given = base(), [], {"given": 1}
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.update(more=1))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    private.run_load_state_dict_hooks(optimizer, given, calls.append)
+    assert calls == [{"given": 1, "more": 1}, "after"]
+    assert given == {"given": 1}
+
+
+def test_global_hooks_are_silent_for_a_while_and_kept():
+    calls = []
+    handles = [register_optimizer_step_pre_hook(lambda *_: calls.append("before"))]
+    optimizer = base()
+    with private.global_hooks_silenced():
+        handles.append(register_optimizer_step_post_hook(lambda *_: calls.append("after")))
+    with private.global_hooks_silenced():
+        optimizer.step()
+    assert calls == []
+    optimizer.step()
+    assert calls == ["before", "after"]
+    with private.global_hooks_silenced():
+        handles[0].remove()
+    optimizer.step()
+    assert calls == ["before", "after", "after"]
+    handles[1].remove()
+    optimizer.step()
+    assert calls == ["before", "after", "after"]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_init_adam_state_makes_the_lists_that_adam_steps_on(cls):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = cls([p])
+    p.grad = torch.ones(3)
+    made = private.init_adam_state(optimizer, optimizer.param_groups[0])
+    for name, key in (("exp_avgs", "exp_avg"), ("exp_avg_sqs", "exp_avg_sq"), ("state_steps", "step")):
+        assert made[name][0] is optimizer.state[p][key]
+    again = private.init_adam_state(optimizer, optimizer.param_groups[0])
+    assert again["exp_avgs"][0] is made["exp_avgs"][0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_mark_as_stepped_keeps_schedulers_from_warning():
+    optimizer = base()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    private.mark_as_stepped(optimizer)
+    scheduler.step()
