@@ -269,3 +269,16 @@ if __name__ == "__main__":  # how the committed checkpoint was made
     parts = copy.deepcopy({"model": small.state_dict(), "optimizer": author.state_dict(), "scale": scale(author)})
     train(small, author, 5, first=5)
     torch.save({**parts, "scale_5_steps_later": scale(author)}, VERSION_1)
+
+
+def test_options_about_speed_may_differ_from_those_of_the_checkpoint(trained):
+    model, optimizer = trained
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    assert state_dict["param_groups"][0]["foreach"] is None
+    state_dict["param_groups"][0]["foreach"] = True
+    state_dict["param_groups"][0]["note"] = "text where the new one has None"
+    again = wrapped(model)
+    again.param_groups[0]["note"] = None
+    again.load_state_dict(state_dict)
+    assert again.param_groups[0]["foreach"] is True
+    assert again.param_groups[0]["note"] == "text where the new one has None"

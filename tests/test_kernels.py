@@ -75,3 +75,17 @@ def test_layouts_that_do_not_match_are_summed_as_well():
     a, b = torch.rand(2, 2000, 3000)
     expected = (a.double() * b.double()).sum().item()
     assert eager.dot([a.T], [b.T.contiguous()], CPU).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_flat_views_share_memory_with_tensors_that_are_laid_out_alike():
+    for tensors in (torch.rand(2, 4, 6), torch.rand(2, 6, 4).mT, torch.rand(2, 3, 5, 7).permute(0, 2, 3, 1)):
+        views = eager.flat_views(list(tensors))
+        for view, tensor in zip(views, tensors, strict=True):
+            assert view.shape == (tensor.numel(),)
+            assert view.data_ptr() == tensor.data_ptr()
+        assert torch.dot(*views).item() == pytest.approx((tensors[0] * tensors[1]).sum().item())
+
+
+def test_tensors_that_are_laid_out_differently_have_no_flat_views():
+    assert eager.flat_views([torch.rand(4, 6), torch.rand(6, 4).T]) is None
+    assert eager.flat_views([torch.rand(4, 12)[:, ::2], torch.rand(4, 12)[:, ::2]]) is None

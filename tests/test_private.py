@@ -177,3 +177,13 @@ def test_mark_as_stepped_keeps_schedulers_from_warning():
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     private.mark_as_stepped(optimizer)
     scheduler.step()
+
+
+def test_one_rank_may_swap_its_parameters_for_smaller_ones(one_rank):
+    """Fewer elements than at the start are a partition only if other ranks can hold the rest."""
+    optimizer = mechanic.torch.Mechanic(base(lr=1.0))
+    (group,) = optimizer.param_groups
+    group["params"] = [torch.ones(2, requires_grad=True)]
+    group["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[group["params"][0]]["mechanic_delta"].any()

@@ -193,8 +193,7 @@ def update(
     if config.guard:
         # Near interpolation one bad batch can zero every reward, and x would snap back to its start.
         # Halved is the distance from it, not S: where Delta is young, it grows many times over within a step.
-        grown = xp.where(largest_delta > 0, state.largest_delta / some_delta, 1.0)
-        fallen = scale / 2 * grown - xp.sum(scales, -1, keepdims=True)
+        fallen = scale / 2 * (state.largest_delta / some_delta) - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
     largest_rate = state.largest_rate
