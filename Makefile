@@ -15,6 +15,7 @@ check:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	PYTHONPATH=src:. $(BIN)/lint-imports
 
 test:
 	$(BIN)/pytest --numprocesses 2 --quiet

@@ -1,4 +1,13 @@
-"""Does it really match a tuned learning rate? Tasks | contenders | runner | report; never shipped.
+"""Does it really match a tuned learning rate? What measures and reports it; never shipped.
 
 ``python -m benchmarks run cpu`` measures, ``python -m benchmarks report`` reads what was measured.
+
+- ``data``: the datasets, from a local folder or from their public sources.
+- ``suite``: tasks, contenders, the training loop, the plan of runs, and their records.
+- ``report``: tables and figures from the records.
+- ``trial``: Mechanic on a training function of one's own.
+- ``paper``: the paper's experiments at their real size.
+- ``speed``: what a step costs.
+- ``long_runs``: small problems for thousands of steps.
+- ``failures``: what optimizers do when training does not go as planned; needs none of the others.
 """

@@ -7,8 +7,8 @@ import os
 import warnings
 from pathlib import Path
 
-from benchmarks import plan
-from benchmarks.recordbook import RECORDS
+from benchmarks.suite import plan
+from benchmarks.suite.recordbook import RECORDS
 
 
 def main() -> None:
@@ -36,11 +36,11 @@ def main() -> None:
         try_out(arguments.target, arguments.base, arguments.lr, grid=arguments.grid, out=arguments.out)
         return
     if arguments.command == "report":
-        from benchmarks import report as reporting
+        from benchmarks.report import pages
 
-        reporting.write(arguments.records, arguments.out)
+        pages.write(arguments.records, arguments.out)
         return
-    from benchmarks import runner
+    from benchmarks.suite import runner
 
     pairs = plan.SUITES[arguments.suite]
     if arguments.dry_run:

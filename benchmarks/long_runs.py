@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.results import table
+from benchmarks.report.markdown import table
 from mechanic import TunerConfig
 from mechanic.torch import Mechanic
 

@@ -32,9 +32,9 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from benchmarks.recordbook import RecordBook
-from benchmarks.results import table
-from benchmarks.training import Run, versions
+from benchmarks.report.markdown import table
+from benchmarks.suite.record import Run, versions
+from benchmarks.suite.recordbook import RecordBook
 from mechanic.torch import Mechanic
 
 GRID = range(-2, 3)  # half decades around one's own lr; it grows until its best is not at the edge
@@ -270,7 +270,7 @@ def _smooth(values: list[float], width: int) -> Any:
 
 def draw(trial: Trial, records: list[dict[str, Any]], path: Path) -> None:
     """Losses and the learned scale over the steps, and, where there is a grid, the final loss over the lr."""
-    from benchmarks.figures import LOOK, STYLES, plt
+    from benchmarks.report.style import LOOK, STYLES, plt
 
     learned, own, *others = records
     ours, yours = ({**STYLES[name], "marker": None} for name in ("mechanic", "tuned"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import sources
+from benchmarks.data import sources
 
 LOCAL = {
     "tinyshakespeare": "text/tinyshakespeare.txt.xz",

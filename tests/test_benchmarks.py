@@ -18,11 +18,14 @@ import pytest
 import torch
 
 pytest.importorskip("ray")
-from benchmarks import plan, report
-from benchmarks.contenders import BASES, CONTENDERS
-from benchmarks.recordbook import RecordBook, run_of
-from benchmarks.tasks import TASKS
-from benchmarks.training import EVALUATED_AT, Run, batches, evaluate, measure, train_plainly, training
+from benchmarks.report import pages
+from benchmarks.suite import plan
+from benchmarks.suite.contenders import BASES, CONTENDERS
+from benchmarks.suite.loop import batches, train_plainly, training
+from benchmarks.suite.measure import evaluate, measure
+from benchmarks.suite.record import EVALUATED_AT, Run, final, run_of
+from benchmarks.suite.recordbook import RecordBook
+from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +126,7 @@ def test_the_grid_grows_until_its_best_is_not_at_the_edge(best):
 def test_what_diverges_is_never_the_best():
     task, contender = TASKS["convex-iris"], CONTENDERS["sgd"]
     records = run_to_the_end(task, contender, lambda run: 0.5 if run.lr < 0.05 else None, seeds=1)
-    assert min(records.values(), key=plan.final)["lr"] < 0.05
+    assert min(records.values(), key=final)["lr"] < 0.05
 
 
 def test_a_record_cut_off_by_a_kill_is_dropped_and_run_again(tmp_path):
@@ -217,7 +220,7 @@ def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
-    report.write(records, tmp_path / "report", seeds=1)
+    pages.write(records, tmp_path / "report", seeds=1)
     page = (tmp_path / "report" / "results.md").read_text()
     assert "| convex-iris |" in page
     for figure in ("rho", "profiles"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import jax_step
+from benchmarks.speed import jax_step
 
 
 def test_a_step_moves_fewer_bytes_than_optaxs_mechanize_and_keeps_one_number_per_parameter():

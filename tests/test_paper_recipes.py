@@ -17,8 +17,12 @@ import torch
 import parallel
 
 pytest.importorskip("transformers")
-from benchmarks import paper, paper_data, paper_models
-from benchmarks.paper_models import Setup
+from benchmarks.paper import data as paper_data
+from benchmarks.paper import models as paper_models
+from benchmarks.paper import run as paper
+from benchmarks.paper.recipes import RECIPES
+from benchmarks.paper.setup import Setup
+from benchmarks.paper.training import build
 
 TIMEOUT = 300  # seconds
 STEPS = 3
@@ -47,7 +51,7 @@ def only_record(folder, recipe):
 
 
 def assert_trained(record, name):
-    assert (record["contender"], record["lr"], record["steps"]) == (paper.RECIPES[name].contender, 1.0, STEPS), name
+    assert (record["contender"], record["lr"], record["steps"]) == (RECIPES[name].contender, 1.0, STEPS), name
     curve = record["curve"]
     assert curve["step"] == [0, 1, 2, 3], name
     for key in ("train_loss", "test_loss", "test_accuracy"):
@@ -70,13 +74,13 @@ def assert_started_from(checkpoint):
 def test_every_recipe_trains_on_two_ranks_and_leaves_a_record(tmp_path):
     bert, to = tmp_path / "bert", {name: ("--records", str(tmp_path / name)) for name in ("each", "saved", "half")}
     commands = [
-        *((name, *to["each"]) for name in paper.RECIPES),
+        *((name, *to["each"]) for name in RECIPES),
         ("bert-base-mlm", "--contender", "lion", "--lr", "1e-3", "--save", str(bert), *to["saved"]),
         ("glue-mnli", "--from", str(bert), *to["saved"]),
         ("gpt-bookwiki", "--bf16", *to["half"]),
     ]
     on_two_ranks(tmp_path, commands)
-    for name in paper.RECIPES:
+    for name in RECIPES:
         assert_trained(only_record(tmp_path / "each", name), name)
     assert_started_from(bert)
     assert_trained(only_record(tmp_path / "saved", "glue-mnli"), "glue-mnli")
@@ -208,9 +212,9 @@ def test_a_base_without_a_learning_rate_is_refused_with_the_papers_own(capsys):
     ],
 )
 def test_a_network_has_the_papers_size(name, millions):
-    recipe = paper.RECIPES[name]
+    recipe = RECIPES[name]
     with torch.device("meta"):
-        network = paper.build(recipe, Setup(), recipe.pieces)
+        network = build(recipe, Setup(), recipe.pieces)
     assert sum(p.numel() for p in network.model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
     inner = {id(module) for module in network.model.modules()}
     assert network.blocks

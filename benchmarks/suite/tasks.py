@@ -1,97 +1,28 @@
-"""What is trained: model, data, steps and schedule. Every task is a classification of something.
+"""The tasks that are trained; every one is a classification of something.
 
-``cpu`` tasks take at most half a minute on one core. The paper's own experiments are recipes in ``paper.py``.
+``cpu`` tasks take at most half a minute on one core. The paper's own experiments are recipes in ``benchmarks.paper``.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import data, models
-from benchmarks.data import Split
-
-IGNORED = -100  # a target that does not count, as cross_entropy has it
-
-
-# Schedules: the factor on the learning rate, after this share of the steps.
-
-
-def cosine(done: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done))
-
-
-def warm_up_cosine(done: float) -> float:
-    return done / 0.1 if done < 0.1 else cosine((done - 0.1) / 0.9)
-
-
-def warm_up_linear(done: float) -> float:
-    return done / 0.06 if done < 0.06 else (1 - done) / 0.94
-
-
-def steps_down(*at: float, factor: float) -> Callable[[float], float]:
-    return lambda done: factor ** sum(done >= border for border in at)
-
-
-# From a batch of the data to what the model sees, and what it should answer.
-
-Prepared = tuple[tuple[Tensor, ...], Tensor]
-
-
-def as_it_is(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
-    return batch[:-1], batch[-1]
-
-
-def next_token(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
-    (tokens,) = batch
-    return (tokens[:, :-1],), tokens[:, 1:]
-
-
-def masked(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
-    """15 % of the tokens are asked for: 80 % of those hidden, 10 % replaced, 10 % left."""
-    (tokens,) = batch
-    chance = torch.rand(tokens.shape, generator=generator)
-    random = torch.randint(len(data.SPECIAL), data.VOCABULARY, tokens.shape, generator=generator)
-    inputs = torch.where(chance < 0.12, data.MASK_ID, torch.where(chance < 0.135, random, tokens))
-    return (inputs,), torch.where(chance < 0.15, tokens, IGNORED)
-
-
-def translation(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
-    source, target = batch
-    answer = target[:, 1:]
-    return (source, target[:, :-1]), torch.where(answer == data.PAD_ID, IGNORED, answer)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One training run but for the optimizer; see :func:`benchmarks.training.train` for the loop."""
-
-    name: str
-    data: Callable[[], Split]
-    model: Callable[[], nn.Module]
-    steps: int
-    batch: int
-    schedule: Callable[[float], float]
-    prepare: Callable[[tuple[Tensor, ...], torch.Generator], Prepared] = as_it_is
-    weight_decay: float = 0.01  # decoupled; AdamW, NAdamW and Lion
-    l2: float = 1e-4  # SGD's own weight decay
-    evaluated: int = 1000  # samples of the train and of the test data that the evaluations see
-    seconds: float = 10.0  # about, one run on one core
-
-    def loss(self, model: nn.Module, prepared: Prepared) -> Tensor:
-        inputs, targets = prepared
-        return nn.functional.cross_entropy(model(*inputs).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+from benchmarks.data import datasets
+from benchmarks.data.datasets import Split
+from benchmarks.suite import models
+from benchmarks.suite.loop import train_plainly
+from benchmarks.suite.schedules import cosine, steps_down, warm_up_cosine, warm_up_linear
+from benchmarks.suite.task import Task, masked, next_token, translation
 
 
 def _convex(name: str, features: int, classes: int, lowest: float = -1.0, suffix: str = "") -> Task:
     return Task(
         name=f"convex-{name}{suffix}",
-        data=functools.partial(data.rows, name, lowest),
+        data=functools.partial(datasets.rows, name, lowest),
         model=functools.partial(models.logistic_regression, features, classes),
         steps=1000,
         batch=64,
@@ -123,7 +54,7 @@ _step_decay = steps_down(0.3, 0.6, 0.8, factor=0.2)
 IMAGES = [
     Task(
         name=f"resnet-{name}",
-        data=functools.partial(data.images, name),
+        data=functools.partial(datasets.images, name),
         model=functools.partial(models.resnet, classes, width=8, blocks=(1, 1, 1), stride=2),
         steps=300,
         batch=32,
@@ -136,7 +67,7 @@ IMAGES = [
 IMAGES += [
     Task(
         name="cnn-mnist",
-        data=functools.partial(data.images, "mnist"),
+        data=functools.partial(datasets.images, "mnist"),
         model=functools.partial(models.cnn, 10),
         steps=500,
         batch=64,
@@ -145,7 +76,7 @@ IMAGES += [
     ),
     Task(
         name="mlp-fashion",
-        data=functools.partial(data.images, "fashion_mnist"),
+        data=functools.partial(datasets.images, "fashion_mnist"),
         model=functools.partial(models.mlp, 784, 10, width=128),
         steps=1000,
         batch=64,
@@ -159,7 +90,7 @@ SENTENCE = 16  # pieces of words
 
 MLM = Task(
     name="bert-mlm",
-    data=functools.partial(data.prose, LENGTH),
+    data=functools.partial(datasets.prose, LENGTH),
     model=models.masked_bert,
     steps=300,
     batch=16,
@@ -171,7 +102,7 @@ MLM = Task(
 
 GPT = Task(
     name="gpt-shakespeare",
-    data=functools.partial(data.characters, LENGTH),
+    data=functools.partial(datasets.characters, LENGTH),
     model=functools.partial(models.GPT, 65, LENGTH, width=64, layers=2, heads=4, dropout=0.0),
     steps=500,
     batch=16,
@@ -183,8 +114,8 @@ GPT = Task(
 
 TRANSLATION = Task(
     name="lstm-tatoeba",
-    data=functools.partial(data.translations, SENTENCE),
-    model=functools.partial(models.LSTMTranslator, data.VOCABULARY, width=64),
+    data=functools.partial(datasets.translations, SENTENCE),
+    model=functools.partial(models.LSTMTranslator, datasets.VOCABULARY, width=64),
     steps=300,
     batch=32,
     schedule=warm_up_cosine,
@@ -195,7 +126,7 @@ TRANSLATION = Task(
 
 TABULAR = Task(
     name="mlp-adult",
-    data=data.adult,
+    data=datasets.adult,
     model=functools.partial(models.mlp, 108, 2, width=64),
     steps=1000,
     batch=64,
@@ -209,12 +140,11 @@ TABULAR = Task(
 
 def _pretrained(task: Task, lr: float) -> dict[str, Tensor]:
     """The weights after training a task with AdamW at this learning rate."""
-    from benchmarks.training import train_plainly
 
     def make() -> dict[str, Tensor]:
         return train_plainly(task, functools.partial(torch.optim.AdamW, lr=lr, weight_decay=0.01), seed=0).state_dict()
 
-    return data.cached(f"weights-{task.name}-{task.steps}", make)
+    return datasets.cached(f"weights-{task.name}-{task.steps}", make)
 
 
 def _continue(model: nn.Module, weights: dict[str, Tensor], body: str) -> nn.Module:
@@ -235,7 +165,7 @@ def _tuned_bert(classes: int, dropout: float) -> nn.Module:
 def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
     return Task(
         name=f"bert-{name}" + (f"-dropout{dropout}" if dropout else ""),
-        data=functools.partial(data.intents, name, 24),
+        data=functools.partial(datasets.intents, name, 24),
         model=functools.partial(_tuned_bert, classes, dropout),
         steps=300,
         batch=32,
@@ -250,7 +180,7 @@ def _fine_tuning(name: str, classes: int, dropout: float) -> Task:
 def _tuned_vit() -> nn.Module:
     pretraining = Task(
         name="vit-cifar100",
-        data=functools.partial(data.images, "cifar100"),
+        data=functools.partial(datasets.images, "cifar100"),
         model=functools.partial(models.vit, 100),
         steps=3000,
         batch=64,
@@ -263,7 +193,7 @@ FINE_TUNING = [
     *(_fine_tuning(name, k, rate) for name, k in (("banking77", 77), ("clinc150", 150)) for rate in (0.0, 0.1)),
     Task(
         name="vit-cifar10",
-        data=functools.partial(data.images, "cifar10"),
+        data=functools.partial(datasets.images, "cifar10"),
         model=_tuned_vit,
         steps=300,
         batch=32,

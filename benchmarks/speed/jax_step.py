@@ -1,6 +1,6 @@
 """The cost of a step in JAX: bare AdamW, ours around it, and Optax's own mechanize around it.
 
-    python -m benchmarks.jax_step [MILLIONS_OF_PARAMETERS] [STEPS]
+    python -m benchmarks.speed.jax_step [MILLIONS_OF_PARAMETERS] [STEPS]
 
 Everything in one process, parameters and state donated, the contenders taking turns; the ratios are of medians.
 Words are ``compiled.cost_analysis()["bytes accessed"]`` in float32 per parameter, memory is

@@ -1,4 +1,7 @@
-"""A step of FSDP2 + Mechanic(AdamW) against FSDP2 + AdamW, interleaved: ``torchrun --nproc-per-node 2 FILE``."""
+"""The cost of a step of FSDP2 + Mechanic(AdamW) against FSDP2 + AdamW, interleaved.
+
+torchrun --nproc-per-node 2 -m benchmarks.speed.two_ranks
+"""
 
 import argparse
 import time

@@ -11,9 +11,11 @@ from typing import Any
 import ray
 from tqdm import tqdm
 
-from benchmarks.plan import Pair, expected_runs, needed
-from benchmarks.recordbook import RecordBook
-from benchmarks.training import Run, execute
+from benchmarks.suite.measure import execute
+from benchmarks.suite.plan import Pair, expected_runs, needed
+from benchmarks.suite.record import Run
+from benchmarks.suite.recordbook import RecordBook
+from benchmarks.suite.tasks import TASKS
 
 WORKER_ENVIRONMENT = ("MECHANIC_DATA", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONWARNINGS")
 
@@ -41,17 +43,23 @@ class Remaining:
                 left[task.name] += max(start, guess)
         return left
 
+    def seconds_per_run(self) -> dict[str, float]:
+        """By task, as recorded; before that, as the task guesses."""
+        spent: dict[str, list[float]] = defaultdict(list)
+        for run, record in self.book.records.items():
+            spent[run.task].append(record["seconds"])
+        return {name: sum(spent[name]) / len(spent[name]) if name in spent else TASKS[name].seconds for name in TASKS}
+
     def seconds(self, left: dict[str, int]) -> float:
         """Of so many runs, on one core."""
-        each = self.book.seconds_per_run()
+        each = self.seconds_per_run()
         return sum(count * each[task] for task, count in left.items())
 
 
 def list_runs(pairs: list[Pair], seeds: int, folder: Path, cores: int) -> None:
     """Print what would run and how long."""
-    book = RecordBook(folder)
-    remaining = Remaining(pairs, book, seeds)
-    each = book.seconds_per_run()
+    remaining = Remaining(pairs, RecordBook(folder), seeds)
+    each = remaining.seconds_per_run()
     left = remaining.count()
     print(f"{'task':32} {'runs':>6} {'s/run':>6} {'core min':>9}")
     for task, count in left.items():

@@ -7,9 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from benchmarks.plan import final
-from benchmarks.results import BASES, Results, percent, table
-from benchmarks.tasks import DROPOUT, FEW, FINE_TUNING, GPT, IMAGES, LANGUAGE, LONG, TABULAR, Task
+from benchmarks.report.markdown import percent, table
+from benchmarks.report.results import BASES, Results
+from benchmarks.suite.record import final
+from benchmarks.suite.task import Task
+from benchmarks.suite.tasks import DROPOUT, FEW, FINE_TUNING, GPT, IMAGES, LANGUAGE, LONG, TABULAR
 
 # What is forgotten was chosen on these, and settling on more; each is settled on the others.
 CHOSEN_ON = {f"convex-{name}" for name in ("glass", "dna", "usps")}

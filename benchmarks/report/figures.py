@@ -1,4 +1,4 @@
-"""Figures of the page on results. Every contender has a colour and a mark of its own."""
+"""The figures of the page on results."""
 
 from __future__ import annotations
 
@@ -7,37 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.plan import final
-from benchmarks.results import FAMILIES, Results, members
+from benchmarks.report.results import FAMILIES, Results, members
+from benchmarks.report.style import LOOK, STYLES, plt, save
+from benchmarks.suite.record import final
 
-# Okabe and Ito's colours, which all eyes tell apart.
-STYLES = {
-    "tuned": {"color": "#000000", "linestyle": "--", "marker": "|"},
-    "mechanic": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
-    "mechanic-paper": {"color": "#56B4E9", "linestyle": "-.", "marker": "s"},
-    "mechanic-pytorch": {"color": "#009E73", "linestyle": ":", "marker": "^"},
-    "d-adaptation": {"color": "#D55E00", "linestyle": "-", "marker": "v"},
-    "prodigy": {"color": "#CC79A7", "linestyle": "--", "marker": "D"},
-    "dog": {"color": "#E69F00", "linestyle": "-.", "marker": "P"},
-    "schedule-free": {"color": "#999999", "linestyle": ":", "marker": "X"},
-}
 LABELS = {"tuned": "tuned learning rate", **FAMILIES}
-LOOK = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "legend.frameon": False,
-    "svg.hashsalt": "mechanic",
-    "figure.constrained_layout.use": True,
-    "savefig.facecolor": "white",
-}
 SHOWN = ["mlp-fashion", "cnn-mnist", "resnet-cifar10", "gpt-shakespeare", "bert-mlm", "lstm-tatoeba"]
 SHOWN += ["bert-banking77", "vit-cifar10", "convex-letter"]
 
@@ -47,11 +23,8 @@ def draw_all(results: Results, folder: Path) -> None:
     for name, draw in FIGURES.items():
         with plt.rc_context(LOOK):
             figure = draw(results)
-            if figure is None:
-                continue
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(folder / f"{name}.png", dpi=160)
-            plt.close(figure)
+            if figure is not None:
+                save(figure, folder, name)
 
 
 def against_lr(results: Results) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import sources
+from benchmarks.data import sources
 
 FILES = {  # where the local folder has what the public sources call by these names
     **{name: f"convex/{name}.npz" for name in ("dna", "glass", "iris", "letter", "pendigits", "satimage")},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.contenders import BASES, CHANGES, CONTENDERS, FLAT, OURS, PEERS, TUNED, Contender
-from benchmarks.tasks import (
+from benchmarks.suite.contenders import BASES, CHANGES, CONTENDERS, FLAT, OURS, PEERS, TUNED, Contender
+from benchmarks.suite.record import Run, final
+from benchmarks.suite.task import Task
+from benchmarks.suite.tasks import (
     BATCHES,
     CONVEX,
     DROPOUT,
@@ -21,9 +22,7 @@ from benchmarks.tasks import (
     TABULAR,
     TASKS,
     WIDTHS,
-    Task,
 )
-from benchmarks.training import EVALUATED_AT, Run
 
 Records = Mapping[Run, dict[str, Any]]
 Pair = tuple[Task, Contender]
@@ -70,14 +69,6 @@ SUITES |= {
     "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
 }
-
-
-def final(record: dict[str, Any], key: str = "train_loss") -> float:
-    """The mean of the last three evaluations; infinite where the run broke off."""
-    values = record["curve"].get(key, [])
-    if len(values) < len(EVALUATED_AT) or None in values:
-        return math.inf
-    return sum(values[-3:]) / 3
 
 
 def grid_point(base: str, index: int) -> float:

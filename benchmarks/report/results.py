@@ -1,16 +1,14 @@
-"""Questions to the records, and how answers are written down."""
+"""Answers from the records: the tuned learning rates, and how far from them each contender ends."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.plan import final
-from benchmarks.tasks import CPU
-from benchmarks.training import Run
+from benchmarks.suite.record import Run, final
+from benchmarks.suite.tasks import CPU
 
 BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
 FAMILIES = {  # by the first word of a contender's name
@@ -87,13 +85,3 @@ def members(family: str) -> dict[str, str]:
         return {ALONE[family]: family}
     # D-Adaptation's Lion is an experiment, as its authors say, and diverges nearly everywhere here.
     return {base: f"{family} {base}" for base in BASES if (family, base) != ("d-adaptation", "lion")}
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tasks import TASKS
-from benchmarks.training import Run
+from benchmarks.suite.record import Run, run_of
 
-RECORDS = Path(__file__).parent / "records"
+RECORDS = Path(__file__).parents[1] / "records"
 
 
 class RecordBook:
@@ -48,14 +46,3 @@ class RecordBook:
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def seconds_per_run(self) -> dict[str, float]:
-        """By task, as recorded; before that, as the task guesses."""
-        spent: dict[str, list[float]] = defaultdict(list)
-        for run, record in self.records.items():
-            spent[run.task].append(record["seconds"])
-        return {name: sum(spent[name]) / len(spent[name]) if name in spent else TASKS[name].seconds for name in TASKS}
-
-
-def run_of(record: dict[str, Any]) -> Run:
-    return Run(record["task"], record["contender"], record["lr"], record["seed"])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.tasks import Task
+from benchmarks.suite.task import Task
 from mechanic import TunerConfig
 from mechanic.torch import Mechanic, layer_groups
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.data import PAD_ID, VOCABULARY
+from benchmarks.data.datasets import PAD_ID, VOCABULARY
 
 
 def logistic_regression(features: int, classes: int) -> nn.Module:

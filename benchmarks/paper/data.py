@@ -1,4 +1,4 @@
-"""The data the paper's networks learn from; ``small`` takes a slice of what is local instead."""
+"""The data that the paper's networks learn from; ``small`` takes a slice of what is local instead."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional
 
-from benchmarks import data as local
-from benchmarks import sources, tasks
-from benchmarks.data import Split
-from benchmarks.paper_models import BERT, GPT2, PIECES, Setup, Tensors
+from benchmarks.data import datasets as local
+from benchmarks.data import sources
+from benchmarks.data.datasets import Split
+from benchmarks.paper.setup import BERT, GPT2, PIECES, Setup, Tensors
+from benchmarks.suite import task
 
 # Augmentations, on the device and for every image anew.
 
@@ -59,7 +60,7 @@ class Data(NamedTuple):
     held_out: dict[str, Tensors]  # what the evaluations see of the train and of the test data: as much on every rank
     samples: int = 0  # in an epoch of all ranks, where there are epochs
     pieces: int = 0
-    prepare: Callable[[Tensors, torch.Generator], tasks.Prepared] = tasks.as_it_is
+    prepare: Callable[[Tensors, torch.Generator], task.Prepared] = task.as_it_is
 
 
 def agreed(make: Callable[[], Any]) -> Any:
@@ -208,7 +209,7 @@ def _of_text(setup: Setup, tokenizer: Any, length: int, **options: Any) -> Data:
 def masked_text(setup: Setup, length: int) -> Data:
     tokenizer = _tokenizer(setup, BERT)
 
-    def prepare(batch: Tensors, generator: torch.Generator) -> tasks.Prepared:
+    def prepare(batch: Tensors, generator: torch.Generator) -> task.Prepared:
         """15 % of the tokens are asked for: 80 % of those hidden, 10 % replaced, 10 % left."""
         (tokens,) = batch
         tokens = functional.pad(tokens, (1, 0), value=tokenizer.cls_token_id)
@@ -217,13 +218,13 @@ def masked_text(setup: Setup, length: int) -> Data:
         chance[(tokens == tokenizer.cls_token_id) | (tokens == tokenizer.sep_token_id)] = 1.0
         others = torch.randint(len(tokenizer), tokens.shape, generator=generator, device=tokens.device)
         inputs = torch.where(chance < 0.12, tokenizer.mask_token_id, torch.where(chance < 0.135, others, tokens))
-        return (inputs,), torch.where(chance < 0.15, tokens, tasks.IGNORED)
+        return (inputs,), torch.where(chance < 0.15, tokens, task.IGNORED)
 
     return _of_text(setup, tokenizer, setup.cut(length) - 2, prepare=prepare)  # without the first and the last token
 
 
 def plain_text(setup: Setup, length: int) -> Data:
-    return _of_text(setup, _tokenizer(setup, GPT2), setup.cut(length) + 1, prepare=tasks.next_token)
+    return _of_text(setup, _tokenizer(setup, GPT2), setup.cut(length) + 1, prepare=task.next_token)
 
 
 GLUE = {  # columns and classes
@@ -294,7 +295,7 @@ def iwslt14(setup: Setup, length: int) -> Data:
 
     learned, kept = [i for i in fitting if i % 23], [i for i in fitting if i % 23 == 0]
     split = Split(encode(learned), encode(kept))
-    return _of_samples(setup, split, pieces=tokenizer.get_vocab_size(), prepare=tasks.translation)
+    return _of_samples(setup, split, pieces=tokenizer.get_vocab_size(), prepare=task.translation)
 
 
 def _local_pairs() -> list[tuple[str, str]]:

@@ -1,22 +1,17 @@
-"""Tables and figures from the records alone."""
+"""The tables of the page on results."""
 
 from __future__ import annotations
 
 import functools
-import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks import studies
-from benchmarks.contenders import CHANGES
-from benchmarks.plan import final
-from benchmarks.recordbook import RecordBook
-from benchmarks.results import BASES, FAMILIES, Results, members, percent, table
-from benchmarks.tasks import HARD
-
-# Tables, by the name under which a page asks for them.
+from benchmarks.report.markdown import percent, table
+from benchmarks.report.results import BASES, FAMILIES, Results, members
+from benchmarks.suite.contenders import CHANGES
+from benchmarks.suite.record import final
+from benchmarks.suite.tasks import HARD
 
 
 def summary(results: Results, key: str = "train_loss") -> str:
@@ -191,33 +186,4 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "flatness": flatness,
     "hard": hard,
     "defaults": defaults,
-    **studies.TABLES,
 }
-
-
-def fill(page: str, results: Results) -> str:
-    """Put every table between the marks that name it."""
-    for name, make in TABLES.items():
-        marks = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(marks, lambda found, make=make: f"{found[1]}{make(results)}\n{found[2]}", page, flags=re.DOTALL)
-    return page
-
-
-PAGES = ("results.md", "tried.md")
-
-
-def write(folder: Path, out: Path, seeds: int = 3) -> None:
-    """Fill the tables of the pages on results, and draw their figures."""
-    from benchmarks import figures
-
-    results = Results(RecordBook(folder).records, seeds)
-    out.mkdir(parents=True, exist_ok=True)
-    for page in PAGES:
-        path = out / page
-        text = path.read_text(encoding="utf-8") if path.exists() else marks_of_all_tables()
-        path.write_text(fill(text, results), encoding="utf-8")
-    figures.draw_all(results, out / "figures")
-
-
-def marks_of_all_tables() -> str:
-    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in TABLES)

@@ -1,0 +1,1 @@
+"""The paper's experiments at their real size, as recipes that run under ``torchrun``."""

@@ -1,0 +1,1 @@
+"""What Mechanic costs over the bare base, in time and in memory."""

@@ -1,0 +1,149 @@
+"""Whose steps are timed, against which bare base, and on which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+from mechanic.torch import Mechanic, compiled
+
+Build = Callable[[Iterable[Tensor]], Any]
+
+
+class CompiledBase:
+    """A bare base whose rule is compiled as ours is: what one graph with Mechanic is held against."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        for group in base.param_groups:
+            group["mechanic_unit"] = 1.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.base.param_groups:
+            rule = compiled.rule_of(self.base, group)
+            tensors, numbers = rule.read(self.base, group)
+            scalars = torch.tensor(numbers[0]).unbind()
+            lists = [[p.data for p in group["params"]], [p.grad for p in group["params"]], *tensors]
+            kernel = _bare_adam if rule.kernel is compiled._whole_adam else _bare_momentum
+            compiled._run(kernel, lists, (0, *range(2, len(lists))), *scalars)
+
+
+def _bare_adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
+    u, new_m, new_v = compiled._adam(x, g, m, v, *numbers)
+    x.copy_(x + u)
+    m.copy_(new_m)
+    v.copy_(new_v)
+
+
+def _bare_momentum(x: Tensor, g: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
+    u, new_buffer = compiled._momentum(x, g, buffer, *numbers)
+    x.copy_(x + u)
+    buffer.copy_(new_buffer)
+
+
+def _opaque(base: Any) -> Any:
+    """A base that somebody watches is lent copies, whatever is known of it."""
+    base.register_step_post_hook(lambda *_: None)
+    return base
+
+
+class Around(Mechanic):
+    """Compiled around its base even where the two could be one."""
+
+    def _compiles_whole(self, buckets: list[Any]) -> bool:
+        super()._compiles_whole(buckets)
+        return False
+
+
+def _peer(name: str) -> Build:
+    def build(params: Iterable[Tensor]) -> Any:
+        if name == "mechanic-pytorch AdamW":
+            from mechanic_pytorch import mechanize
+
+            return mechanize(AdamW)(params, lr=1.0, fused=True)
+        if name == "mechanic-pytorch SGD":
+            from mechanic_pytorch import mechanize
+
+            return mechanize(SGD)(params, lr=1.0, momentum=0.9, fused=True)
+        if name == "D-Adaptation":
+            from dadaptation import DAdaptAdam
+
+            return DAdaptAdam(params, lr=1.0, weight_decay=0.01, decouple=True)
+        if name == "Prodigy":
+            from prodigyopt import Prodigy
+
+            return Prodigy(params, lr=1.0, weight_decay=0.01)
+        from schedulefree import AdamWScheduleFree
+
+        optimizer = AdamWScheduleFree(params, lr=0.0025)
+        optimizer.train()
+        return optimizer
+
+    return build
+
+
+@dataclass(frozen=True)
+class Contender:
+    build: Build
+    against: str = ""  # the name of a bare base; empty for those themselves
+    limit: float | None = None  # what the ratio should stay below, at 50M
+    words: str = ""  # read and written per parameter, by theory, of contender and reference
+
+
+FUSED: dict[str, Any] = {"lr": 1e-3, "fused": True}
+MOMENTUM: dict[str, Any] = {**FUSED, "momentum": 0.9}
+CONTENDERS = {
+    "AdamW fused": Contender(lambda p: AdamW(p, **FUSED)),
+    "AdamW foreach": Contender(lambda p: AdamW(p, lr=1e-3, foreach=True)),
+    "SGD momentum": Contender(lambda p: SGD(p, **MOMENTUM)),
+    "AdamW compiled": Contender(lambda p: CompiledBase(AdamW(p, **FUSED))),
+    "SGD momentum compiled": Contender(lambda p: CompiledBase(SGD(p, **MOMENTUM))),
+    "Mechanic(AdamW)": Contender(lambda p: Mechanic(AdamW(p, **FUSED)), "AdamW fused", 4.5, "17 / 7"),
+    "Mechanic(AdamW, weight_decay=0)": Contender(
+        lambda p: Mechanic(AdamW(p, weight_decay=0.0, **FUSED)), "AdamW fused", 3.4, "16 / 7"
+    ),
+    "Mechanic(AdamW), on copies": Contender(
+        lambda p: Mechanic(_opaque(AdamW(p, **FUSED))), "AdamW fused", 4.5, "17 / 7"
+    ),
+    "Mechanic(AdamW foreach)": Contender(lambda p: Mechanic(AdamW(p, lr=1e-3, foreach=True)), "AdamW foreach", 2.0),
+    "Mechanic(SGD)": Contender(lambda p: Mechanic(SGD(p, **MOMENTUM)), "SGD momentum", 3.1, "14 / 5"),
+    "Mechanic(SGD), on copies": Contender(
+        lambda p: Mechanic(_opaque(SGD(p, **MOMENTUM))), "SGD momentum", 4.0, "15 / 5"
+    ),
+    "compiled around AdamW": Contender(lambda p: Around(AdamW(p, **FUSED), compile=True), "AdamW fused", 2.8, "17 / 7"),
+    "compiled around AdamW, on copies": Contender(
+        lambda p: Mechanic(_opaque(AdamW(p, **FUSED)), compile=True), "AdamW fused", 2.8, "17 / 7"
+    ),
+    "AdamW in one graph": Contender(
+        lambda p: Mechanic(AdamW(p, **FUSED), compile=True), "AdamW compiled", 2.0, "12 / 7"
+    ),
+    "SGD in one graph": Contender(
+        lambda p: Mechanic(SGD(p, **MOMENTUM), compile=True), "SGD momentum compiled", 2.4, "10 / 5"
+    ),
+    "AdamW in one graph, over fused": Contender(
+        lambda p: Mechanic(AdamW(p, **FUSED), compile=True), "AdamW fused", None, "12 / 7"
+    ),
+    "mechanic-pytorch AdamW": Contender(_peer("mechanic-pytorch AdamW"), "AdamW fused"),
+    "mechanic-pytorch SGD": Contender(_peer("mechanic-pytorch SGD"), "SGD momentum"),
+    "D-Adaptation": Contender(_peer("D-Adaptation"), "AdamW foreach"),
+    "Prodigy": Contender(_peer("Prodigy"), "AdamW foreach"),
+    "Schedule-Free": Contender(_peer("Schedule-Free"), "AdamW foreach"),
+}
+OURS = [name for name in CONTENDERS if name.startswith(("Mechanic", "compiled", "AdamW in", "SGD in"))]
+PEERS = [name for name in CONTENDERS if CONTENDERS[name].against and name not in OURS]
+MANY = ["Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)", "AdamW in one graph, over fused", *PEERS]
+CELLS: dict[str, tuple[int, int, list[str]]] = {  # tensors, elements of each, contenders
+    "50M": (50, 1_000_000, [*OURS, *PEERS]),
+    "1M in 200": (200, 5_000, [*OURS, *PEERS]),
+    "200M": (50, 4_000_000, ["Mechanic(AdamW)", "AdamW in one graph", "AdamW in one graph, over fused"]),
+    **{f"2M in {n}": (n, 2_000_000 // n, MANY) for n in (1, 10, 100, 1_000, 10_000)},
+}
+TRAINED = ["AdamW fused", "Mechanic(AdamW)", "AdamW in one graph", "mechanic-pytorch AdamW", "D-Adaptation", "Prodigy"]
+REMEMBERED = ["AdamW fused", "AdamW foreach", "Mechanic(AdamW)", "Mechanic(AdamW), on copies", "AdamW in one graph"]
+REMEMBERED += ["mechanic-pytorch AdamW", "D-Adaptation", "Prodigy", "Schedule-Free"]
