@@ -36,7 +36,8 @@ def run(params, loss, inputs, config):
         (TunerConfig.paper(), 1.7e-2, 1.0e-3, (30, 60)),
         (ABSOLUTE_1E_6, 8.7e-3, 2.4e-4, (15, 40)),
         (RELATIVE, 1.7e-4, 6e-5, (1, 15)),
-        (TunerConfig(), 1.6e-7, 1.5e-6, (1, 30)),
+        # At the edge of what the largest eigenvalue bears: rounding alone makes it 1.3e-6 to 1.8e-6 after 2000 steps.
+        (TunerConfig(), 1.6e-7, 2e-6, (1, 30)),
     ],
     ids=["paper", "absolute 1e-6", "relative", "default"],
 )

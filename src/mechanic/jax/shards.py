@@ -54,8 +54,8 @@ def transposed(arrays: Sequence[Any], lists: int) -> list[tuple[Any, ...]]:
 def _under_jit(weighted: Weighted, lists: int) -> Summing:
     """Under ``jit`` with automatic axes, only the compiler knows the layout.
 
-    Without ``custom_partitioning`` XLA makes one all-reduce per kind of layout among the parameters, or gathers them
-    (seen in jax 0.10.2).
+    Without ``custom_partitioning`` XLA gathers the sharded arrays: with jax 0.10.2, 13 all-gathers for the four
+    parameters of ``tests/jax_sharded.py`` over eight devices.
     """
     sum_here = weighted(None)
     partitioned = custom_partitioning(sum_here)

@@ -150,6 +150,7 @@ def mechanize(
         if observed is not None:
             feedback, unobserved = leaves.like(_masked_like(leaves.params, observed), "observed gradient"), grads
         dtype, tuners = state.tuner.scales.dtype, len(leaves.names)
+        # [tuners, 5], and a sixth column for the gradients where they are not the feedback
         sums = measure(leaves.values, feedback, delta, unobserved, leaves.rows, tuners, dtype, axis_name)
         tuner = tune(state.tuner, sums, state.count)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
@@ -185,8 +186,7 @@ def _advance(
         delta = leaves.scaled(retention, delta)
         scale = scale / retention  # S Delta is the same as before
     new_delta = [d + each for d, each in zip(delta, u, strict=True)]
-    # S' Delta' - S Delta = (S' - S) Delta' + S u. If Delta were read here as well, XLA would copy its donated buffer:
-    # seen in jax 0.10.2 on CPU.
+    # S' Delta' - S Delta = (S' - S) Delta' + S u. Delta is not read again, so Delta' may take its donated buffer.
     steps = [
         along_delta + along_u
         for along_delta, along_u in zip(
