@@ -1,4 +1,4 @@
-"""Run by test_jax_sharding.py on eight host devices: ``python tests/jax_sharded.py``."""
+"""Run by test_jax_parallel.py on eight host devices: ``python tests/jax_sharded.py``."""
 
 import functools
 import re

@@ -33,7 +33,8 @@ TORCH = (
     *("kernels", "factory", "refusals", "own_iterates", "parameters", "lora_trainers", "freezing"),
 )
 JAX = (
-    *("jax_reading", "jax_keeping", "jax_bad_numbers", "jax_labels", "jax_observed", "jax_refusals", "jax_schedule"),
+    *("jax_reading", "jax_freezing", "jax_bad_numbers", "jax_tuners", "jax_observe", "jax_refusals"),
+    *("jax_lr_is_a_shape", "jax_mistakes_are_told", "jax_checkpoint", "jax_parameters"),
     *("jax_follows_oracle", "jax_transformations"),
 )
 
@@ -49,7 +50,7 @@ FIRST = {  # what is likely to notice a change, and takes longer than all should
     "torch/kernels/rounding": ("half_precision",),
     "jax/rounding": ("jax_half_precision",),
 }
-LAST = {"jax/shards": ("jax_sharding",), "jax/sums": ("jax_sharding",)}  # these take a minute
+LAST = {"jax/shards": ("jax_parallel",), "jax/sums": ("jax_parallel",)}  # these take a minute
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
 
@@ -67,7 +68,13 @@ def meaning(code: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
-            arguments = *node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg
+            arguments = (
+                *node.args.posonlyargs,
+                *node.args.args,
+                *node.args.kwonlyargs,
+                node.args.vararg,
+                node.args.kwarg,
+            )
             for argument in filter(None, arguments):
                 argument.annotation = None
         elif isinstance(node, ast.AnnAssign):

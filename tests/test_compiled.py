@@ -168,7 +168,9 @@ def test_it_says_what_is_not_compiled_and_why():
 
 
 def test_without_a_compiler_it_warns_and_steps_eagerly(monkeypatch):
-    monkeypatch.setattr(compiled, "reason_not_to_compile", lambda: "torch.compile fails with RuntimeError: no C++ compiler")
+    monkeypatch.setattr(
+        compiled, "reason_not_to_compile", lambda: "torch.compile fails with RuntimeError: no C++ compiler"
+    )
     model, eager = mlp(), mlp()
     with pytest.warns(UserWarning, match=r"has no effect: .* no C\+\+ compiler"):
         train(model, Mechanic(AdamW(model.parameters(), lr=1.0), compile=True), 3)

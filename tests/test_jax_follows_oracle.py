@@ -12,9 +12,9 @@ import torch
 import oracle
 from mechanic.jax import mechanize, scale
 from mechanic.torch import Mechanic
+from oracle_task import BASES as IN_TORCH
+from oracle_task import CONFIGS, STEPS, gradient, rows, run_mechanic, run_oracle, start, warmup_cosine
 from task import digits
-from test_follows_oracle import BASES as IN_TORCH
-from test_follows_oracle import CONFIGS, STEPS, gradient, rows, run_mechanic, run_oracle, start, warmup_cosine
 
 
 def schedule(t):
@@ -35,7 +35,7 @@ BASES = {
 def run_jax(base, config, dtype, *, peak=1.0, steps=STEPS, held_out=lambda t: None):
     """``held_out`` names the batch that is observed on a step, if any."""
     images, labels = (jnp.asarray(array.numpy()) for array in digits(torch.float64))
-    optimizer = mechanize(base(lambda t: peak * schedule(t)), config=config, unit=peak, schedule=schedule)
+    optimizer = mechanize(base(lambda t: peak * schedule(t)), config=config, peak_lr=peak, schedule=schedule)
 
     @jax.grad
     def gradient_of(weight, chosen):
@@ -84,7 +84,7 @@ def test_float64_follows_the_oracle_for_300_steps(base, config):
 
 @pytest.mark.parametrize("base", BASES)
 def test_float64_follows_mechanic_torch_side_by_side_for_300_steps(base):
-    """At a peak of 1e-3, where the unit does its work."""
+    """At a peak of 1e-3, where dividing by the peak changes something."""
     ours, _ = CONFIGS["default"]
     _, in_torch, options = IN_TORCH[base]
     with jax.enable_x64(True):

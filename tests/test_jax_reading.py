@@ -1,14 +1,12 @@
 """Reading what was learned, through whatever stands around Mechanic."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 from jax_task import AROUND, PLAIN, learned, mlp, same_bits
-from mechanic.jax import freeze, mechanize, nonfinite_steps, release, scale, scales
+from mechanic.jax import freeze, mechanize, nonfinite_steps, scale, scales
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -23,8 +21,8 @@ def test_the_scale_is_read_through_what_stands_around(around):
 
 
 def test_it_may_be_built_or_wrapped_by_inject_hyperparams():
-    injected = optax.inject_hyperparams(mechanize)(optax.sgd(0.5), unit=0.5)
-    around = mechanize(optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.5)), unit=0.5)
+    injected = optax.inject_hyperparams(mechanize)(optax.sgd(0.5), peak_lr=0.5)
+    around = mechanize(optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.5)), peak_lr=0.5)
     expected, _ = learned(PLAIN, steps=5)
     for optimizer in (injected, around):
         params, state = learned(optimizer, steps=5)
@@ -78,78 +76,3 @@ def test_the_members_of_an_ensemble_count_apart():
 
     states = jax.jit(jax.vmap(run))(jnp.ones((2, 3)), jnp.asarray([1.0, jnp.nan]))
     assert nonfinite_steps(states)["default"].tolist() == [0, 1]
-
-
-def chained(*after):
-    """A state in which something was learned, with something behind Mechanic."""
-    state = optax.chain(optax.clip(1.0), PLAIN, *after).init({"weight": jnp.ones(3)})
-    return optax.tree.set(state, scale={"default": jnp.ones(())})
-
-
-READERS = {
-    "scale": scale,
-    "scales": scales,
-    "nonfinite_steps": nonfinite_steps,
-    "freeze": freeze,
-    "release": lambda state: release(optax.sgd(1.0), state),
-}
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_what_stands_after_mechanize_in_a_chain_is_warned_of(reader):
-    with pytest.warns(UserWarning, match=r"mechanize stands last.*put clipping.*before it") as caught:
-        READERS[reader](chained(optax.clip_by_global_norm(1.0)))
-    assert caught[0].filename == __file__
-
-
-def test_a_loop_that_logs_is_warned_once():
-    state = chained(optax.clip(1.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            scale(state)
-    assert len(caught) == 1
-
-
-AFTER = {
-    "weight decay": optax.add_decayed_weights(0.1),
-    "a masked one": optax.masked(optax.add_decayed_weights(0.1), True),
-    "a schedule": optax.scale_by_schedule(lambda count: 0.5),
-    "momentum": optax.trace(0.9),
-}
-
-
-@pytest.mark.parametrize("after", AFTER)
-def test_whatever_it_is(after):
-    with pytest.warns(UserWarning, match="mechanize stands last"):
-        scale({"step": 3, "optimizer": chained(AFTER[after])})
-
-
-def test_also_where_mechanize_is_inside_something_that_stands_before_others():
-    params = {"weight": jnp.ones(3)}
-    for inner in (optax.chain(optax.clip(1.0), PLAIN), optax.MultiSteps(PLAIN, 2), optax.masked(PLAIN, True)):
-        transformation = getattr(inner, "gradient_transformation", lambda inner=inner: inner)()
-        state = optax.chain(transformation, optax.clip(1.0)).init(params)
-        with pytest.warns(UserWarning, match="mechanize stands last"):
-            scale(state)
-        with pytest.warns(UserWarning, match="mechanize stands last"):
-            jax.jit(scale)(state)
-
-
-def test_also_in_a_named_chain():
-    params = {"weight": jnp.ones(3)}
-    scale(optax.named_chain(("z", optax.clip(1.0)), ("a", PLAIN)).init(params))
-    with pytest.warns(UserWarning, match="mechanize stands last"):
-        scale(optax.named_chain(("z", PLAIN), ("a", optax.clip(1.0))).init(params))
-
-
-def test_states_beside_each_other_are_not_taken_for_a_chain():
-    """All warnings are errors here."""
-    params = {"weight": jnp.ones(3)}
-    state = PLAIN.init(params)
-    averages = optax.ema(0.9).init(params)
-    scale((params, state, averages))
-    scale((state, optax.adam(1.0).init(params)))
-    scale((state, params))
-    scale([state, averages])
-    scale({"a": state, "b": averages})

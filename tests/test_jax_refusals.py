@@ -30,19 +30,19 @@ def test_bases_that_make_no_sense_are_refused(base):
 
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.asarray])
-def test_a_unit_that_is_no_learning_rate_is_refused_where_its_value_is_known(kind, bad):
-    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
-        mechanize(optax.sgd(1.0), unit=kind(bad))
-    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
-        optax.inject_hyperparams(mechanize)(optax.sgd(1.0), unit=kind(bad)).init(jnp.ones(2))
+def test_a_peak_that_is_no_learning_rate_is_refused_where_its_value_is_known(kind, bad):
+    with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
+        mechanize(optax.sgd(1.0), peak_lr=kind(bad))
+    with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
+        optax.inject_hyperparams(mechanize)(optax.sgd(1.0), peak_lr=kind(bad)).init(jnp.ones(2))
 
 
-def test_a_unit_is_one_number():
+def test_a_peak_is_one_number():
     for wrong in (jnp.ones(2), "1.0", None, 1j):
-        with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
-            mechanize(optax.sgd(1.0), unit=wrong)
-    with pytest.raises(ValueError, match="unit must be a positive learning rate, got"):
-        jax.eval_shape(lambda unit: mechanize(optax.sgd(1.0), unit=unit).init(unit), jnp.ones(2))
+        with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
+            mechanize(optax.sgd(1.0), peak_lr=wrong)
+    with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
+        jax.eval_shape(lambda peak: mechanize(optax.sgd(1.0), peak_lr=peak).init(peak), jnp.ones(2))
 
 
 def test_wrong_arguments_are_explained():

@@ -1,13 +1,11 @@
-"""Ensembles, derivatives, complex parameters, and arguments of the base."""
+"""Ensembles, derivatives, and arguments of the base."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-from jax_task import PLAIN, learned
-from mechanic.jax import mechanize, nonfinite_steps, scale, scales
+from mechanic.jax import mechanize, scale
 
 
 def test_an_ensemble_is_its_members():
@@ -55,20 +53,6 @@ def test_a_run_can_be_differentiated_with_the_scale_as_given():
     np.testing.assert_allclose(derivative, expected, rtol=1e-4)
 
 
-def test_complex_parameters_move_as_pairs_of_real_ones():
-    optimizer = mechanize(optax.sgd(1.0))
-    x = jnp.asarray([1.0 + 2.0j, -0.5 + 0.1j])
-    pair = jnp.stack([x.real, x.imag])
-    state, pair_state, update = optimizer.init(x), optimizer.init(pair), jax.jit(optimizer.update)
-    for _ in range(4):
-        updates, state = update(2 * x, state, x)
-        x = optax.apply_updates(x, updates)
-        updates, pair_state = update(2 * pair, pair_state, pair)
-        pair = optax.apply_updates(pair, updates)
-    np.testing.assert_allclose(jnp.stack([x.real, x.imag]), pair, rtol=1e-5)
-    assert 0 < scale(state) == pytest.approx(float(scale(pair_state)), rel=1e-5)
-
-
 def test_further_arguments_reach_the_base():
     seen = []
 
@@ -82,15 +66,3 @@ def test_further_arguments_reach_the_base():
         lambda x: optimizer.update(x, optimizer.init(x), x, value=3.0, observed=x, other=1), jax.typeof(jnp.ones(2))
     )
     assert seen == [(3.0, ["other"])]
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda update: update], ids=["jitted", "eager"])
-def test_a_state_of_numpy_arrays_goes_on(jit):
-    """As some checkpoints come back."""
-    params, state = learned(PLAIN, steps=3)
-    as_numpy = jax.tree.map(np.asarray, (params, state))
-    assert scales(as_numpy[1]) == scales(state)
-    assert nonfinite_steps(as_numpy[1]) == {"default": 0}
-    ours, expected = (jit(PLAIN.update)(params, state, params) for params, state in (as_numpy, (params, state)))
-    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
-        np.testing.assert_array_equal(one, other)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, compiled
+from mechanic.torch import Mechanic, fused
+from mechanic.torch.kernels import compiled
 
 Build = Callable[[Iterable[Tensor]], Any]
 
@@ -26,23 +27,23 @@ class CompiledBase:
     @torch.no_grad()
     def step(self) -> None:
         for group in self.base.param_groups:
-            rule = compiled.rule_of(self.base, group)
+            rule = fused.rule_of(self.base, group)
             tensors, numbers = rule.read(self.base, group)
             scalars = torch.tensor(numbers[0]).unbind()
             lists = [[p.data for p in group["params"]], [p.grad for p in group["params"]], *tensors]
-            kernel = _bare_adam if rule.kernel is compiled._whole_adam else _bare_momentum
-            compiled._run(kernel, lists, (0, *range(2, len(lists))), *scalars)
+            kernel = _bare_adam if rule.kernel is fused.fused_adam else _bare_momentum
+            compiled.run(kernel, lists, (0, *range(2, len(lists))), *scalars)
 
 
 def _bare_adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
-    u, new_m, new_v = compiled._adam(x, g, m, v, *numbers)
+    u, new_m, new_v = fused.adam(x, g, m, v, *numbers)
     x.copy_(x + u)
     m.copy_(new_m)
     v.copy_(new_v)
 
 
 def _bare_momentum(x: Tensor, g: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
-    u, new_buffer = compiled._momentum(x, g, buffer, *numbers)
+    u, new_buffer = fused.momentum_sgd(x, g, buffer, *numbers)
     x.copy_(x + u)
     buffer.copy_(new_buffer)
 
@@ -54,11 +55,15 @@ def _opaque(base: Any) -> Any:
 
 
 class Around(Mechanic):
-    """Compiled around its base even where the two could be one."""
+    """Compiled around its base even if the two could be one kernel."""
 
-    def _compiles_whole(self, buckets: list[Any]) -> bool:
-        super()._compiles_whole(buckets)
-        return False
+    def step(self, closure: Any = None) -> Any:
+        reason_not_to_fuse = fused.reason_not_to_fuse
+        fused.reason_not_to_fuse = lambda base: "the two are to be compared"
+        try:
+            return super().step(closure)
+        finally:
+            fused.reason_not_to_fuse = reason_not_to_fuse
 
 
 def _peer(name: str) -> Build:

@@ -153,12 +153,13 @@ def predict(params, state, grads, setup):
         before = TunerState(*(np.asarray(field)[row : row + 1] for field in state.tuner))
         sums = np.array([[d @ g, d @ x, g @ g, x @ x, d @ d]])
         after = update(before, sums, np.array(setup.config.betas), setup.config, np)
-        kept = delta_retention(before, after, setup.config, np)
-        scale, new_scale, kept = total_scale(before, np)[0], total_scale(after, np)[0], 1.0 if kept is None else kept[0]
+        retention = delta_retention(before, after, setup.config, np)
+        retention = 1.0 if retention is None else retention[0]
+        scale, new_scale = total_scale(before, np)[0], total_scale(after, np)[0]
         prediction.scales[tuner] = new_scale
         for name in parts:
             delta = wide(state.delta[name])
-            new_delta = kept * delta + wide(proposed[name]) / setup.unit
+            new_delta = retention * delta + wide(proposed[name]) / setup.peak_lr
             prediction.deltas[name] = new_delta
             prediction.params[name] = wide(params[name]) + new_scale * new_delta - scale * delta
     return prediction

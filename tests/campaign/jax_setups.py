@@ -21,18 +21,18 @@ class Setup:
     make: Callable[..., optax.GradientTransformation]  # from a learning rate or schedule
     dtype: Any = jnp.float32
     x64: bool = False
-    unit: float = 1.0
+    peak_lr: float = 1.0
     labels: dict[str, str] | None = None
     schedule: optax.Schedule | None = None
     config: TunerConfig = TunerConfig()  # noqa: RUF009
 
     @functools.cached_property
     def base(self):
-        return self.make(self.unit if self.schedule is None else self.schedule)
+        return self.make(self.peak_lr if self.schedule is None else self.schedule)
 
     @functools.cached_property
     def optimizer(self):
-        options = {"unit": self.unit, "labels": self.labels, "schedule": self.schedule, "config": self.config}
+        options = {"peak_lr": self.peak_lr, "labels": self.labels, "schedule": self.schedule, "config": self.config}
         return mechanize(self.base, **options)
 
     @functools.cached_property
@@ -80,6 +80,6 @@ SETUPS = [
         labels=LABELS,
     ),
     Setup("lion, bfloat16", optax.lion, jnp.bfloat16),
-    Setup("rmsprop, float16, paper", optax.rmsprop, jnp.float16, unit=3e-4, config=TunerConfig.paper()),
+    Setup("rmsprop, float16, paper", optax.rmsprop, jnp.float16, peak_lr=3e-4, config=TunerConfig.paper()),
     Setup("nadam, complex64", optax.nadam, jnp.complex64, config=TunerConfig(forgetting=0.0)),
 ]

@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
     message = f'mechanic.jax needs {error.name}: pip install "mechanic[jax]"'
     raise ModuleNotFoundError(message, name=error.name) from error
 
-from mechanic.jax.keeping import freeze, release
+from mechanic.jax.freezing import freeze, release
 from mechanic.jax.state import MechanicState, nonfinite_steps, scale, scales
 from mechanic.jax.transform import mechanize
 

@@ -1,4 +1,7 @@
-"""Which transformations can be wrapped."""
+"""Which transformations cannot be wrapped, and why.
+
+A base is recognised by the states it keeps, wherever they are inside its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import optax.contrib
 
 from mechanic.jax.state import MechanicState
 
-_TUNERS = (
+_WITH_OWN_STEP_SIZE = (
     MechanicState,
     optax.contrib.MechanicState,
     optax.contrib.ProdigyState,
@@ -22,14 +25,14 @@ _TUNERS = (
     optax.ScaleByBacktrackingLinesearchState,
     optax.ScaleByZoomLinesearchState,
 )
-_WITH_ITERATES = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState, optax.LookaheadState)
+_WITH_OWN_ITERATES = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState, optax.LookaheadState)
 
 
 def refuse_unsuitable(base_state: Any) -> None:
-    """Raise where the state of a base shows that scaling its updates makes no sense."""
+    """Raise where the base's state shows that its updates cannot be scaled."""
     for kinds, why in (
-        (_TUNERS, "chooses the size of its own steps; wrap the optimizer whose steps it sizes"),
-        (_WITH_ITERATES, "keeps iterates of its own, which Mechanic would move the parameters away from"),
+        (_WITH_OWN_STEP_SIZE, "chooses the size of its own steps; wrap the optimizer whose steps it sizes"),
+        (_WITH_OWN_ITERATES, "keeps iterates of its own, which Mechanic would move the parameters away from"),
     ):
         for found in _nodes_of(kinds, base_state):
             raise TypeError(f"mechanize cannot wrap a base that holds a {type(found).__name__}: it {why}")

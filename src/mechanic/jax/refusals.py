@@ -1,4 +1,4 @@
-"""Arguments that cannot work are refused before anything is computed, with the name of the parameter."""
+"""Refuse arguments that cannot work before anything is computed. Errors name the parameter and the remedy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from mechanic.jax.state import MechanicState, PyTree
 from mechanic.tuner import TunerConfig
 
-_BESIDE = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
+_LEAVE_OUT = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
 
 
-def refuse_unit(unit: Any) -> None:
-    """Raise unless it is one positive number. A traced one is known by its shape only."""
-    if isinstance(unit, jax.core.Tracer):
-        is_suitable = unit.shape == ()
+def refuse_peak_lr(peak_lr: Any) -> None:
+    """Raise unless it is one positive, finite number. Of a traced one only the shape is known."""
+    if isinstance(peak_lr, jax.core.Tracer):
+        is_suitable = peak_lr.shape == ()
     else:
-        number = np.asarray(unit)
+        number = np.asarray(peak_lr)
         is_suitable = number.shape == () and number.dtype.kind in "iuf" and bool(0 < number < np.inf)
     if not is_suitable:
-        raise ValueError(f"unit must be a positive learning rate, got {unit}")
+        raise ValueError(f"peak_lr must be a positive learning rate, got {peak_lr}")
 
 
 def refuse_other_labels(state: MechanicState, names: Collection[str]) -> None:
@@ -36,7 +36,7 @@ def refuse_other_labels(state: MechanicState, names: Collection[str]) -> None:
 
 
 def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
-    """Raise where the state was made with more or fewer betas: arrays of one column would broadcast."""
+    """Raise where the state was made with more or fewer betas. Unchecked, arrays of one column would broadcast."""
     if state.tuner is not None and state.tuner.scales.shape[-1] != len(config.betas):
         raise ValueError(
             f"the state has {state.tuner.scales.shape[-1]} scales per tuner, the config {len(config.betas)} betas; "
@@ -45,13 +45,13 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
 
 
 def refuse_untrainable(params: PyTree) -> None:
-    """Raise where a parameter is not in a dtype that steps can be added to: integers, and floats of 8 bits or fewer."""
+    """Raise where a parameter is an integer or a float of 8 bits or fewer: small steps cannot be added to it."""
     for path, leaf in jax.tree.leaves_with_path(params):
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
         if not is_float or jnp.finfo(leaf.dtype).bits < 16:
             raise TypeError(
                 f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
-                f"leave it out, for instance with {_BESIDE}{', or store it in bfloat16' if is_float else ''}"
+                f"leave it out, for instance with {_LEAVE_OUT}{', or store it in bfloat16' if is_float else ''}"
             )
 
 
@@ -61,15 +61,15 @@ def refuse_other_params(state: MechanicState, params: PyTree) -> None:
     if not isinstance(state, MechanicState):
         raise TypeError(f"got the state of another transformation, a {type(state).__name__}; {again}")
     if state.delta is None:
-        return  # frozen, and nothing is left to compare with
+        return  # frozen: there is no Delta to compare with
     treedef: Any = jax.tree.structure(params)
     try:
         deltas = treedef.flatten_up_to(state.delta)
     except ValueError:
         deltas = None
     if deltas is None or not jax.tree_util.all_leaves(deltas):
-        ours, theirs = ({_name(path) for path, _ in jax.tree.leaves_with_path(tree)} for tree in (params, state.delta))
-        only = [f"{name} is only in the {'parameters' if name in ours else 'state'}" for name in sorted(ours ^ theirs)]
+        given, known = ({_name(path) for path, _ in jax.tree.leaves_with_path(tree)} for tree in (params, state.delta))
+        only = [f"{name} is only in the {'parameters' if name in given else 'state'}" for name in sorted(given ^ known)]
         difference = only[0] if only else "their containers are of other types"
         raise ValueError(f"the state was made for other parameters: {difference}; {again}")
     for (path, leaf), delta in zip(jax.tree.leaves_with_path(params), deltas, strict=True):
@@ -80,7 +80,7 @@ def refuse_other_params(state: MechanicState, params: PyTree) -> None:
 
 
 def leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Any]:
-    """The leaves of a tree that must fit the parameters; ``what`` names one of them in an error."""
+    """The leaves of a tree that must have the parameters' structure and shapes; errors call one of them ``what``."""
     treedef: Any = jax.tree.structure(params)
     try:
         given = treedef.flatten_up_to(tree)
@@ -89,7 +89,7 @@ def leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Any]:
     for (path, param), leaf in zip(jax.tree.leaves_with_path(params), given, strict=True):
         if leaf is None:
             raise ValueError(
-                f"the {what} of {_name(path)} is None; pass zeros, or leave the parameter out with {_BESIDE}"
+                f"the {what} of {_name(path)} is None; pass zeros, or leave the parameter out with {_LEAVE_OUT}"
             )
         if not jax.tree_util.all_leaves([leaf]):
             raise TypeError(f"the {what} of {_name(path)} is a {type(leaf).__name__}, the parameter an array")

@@ -1,4 +1,4 @@
-"""What Mechanic remembers between steps, and how to find it inside the state of whatever stands around it."""
+"""Mechanic's state between steps, and how to read it inside the states of transformations around it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,48 @@ PyTree = Any
 
 
 class MechanicState(NamedTuple):
-    """The state of :func:`mechanic.jax.mechanize`, a pytree of arrays.
+    """The state of :func:`mechanic.jax.mechanize`, a pytree of arrays that checkpoints like any other.
 
-    ``scale`` repeats what the tuner says, so that it can be read by name and survives :func:`mechanic.jax.freeze`.
-    ``residual`` is None where no parameter is in half precision, and in it stands None for every parameter that is not.
-    ``count`` goes on with every update, also where the tuner learns nothing from it, and after freezing.
+    - ``scale``: S of every tuner, by its name. It repeats the sum of the tuner's scales, so that it can be read by name
+      and is still there after :func:`mechanic.jax.freeze`.
+    - ``delta``: the sum of the base's updates, like the parameters, in at least float32. None once frozen.
+    - ``residual``: what rounding cut off half-precision parameters. None without such parameters; otherwise a tree like
+      the parameters with None at all others.
+    - ``tuner``: the tuners' memory, arrays [tuners, n] with one row per name in ``scale``. None once frozen.
+    - ``base``: the state of the base optimizer.
+    - ``peak_lr``: the ``peak_lr`` of ``mechanize`` at the last update. :func:`mechanic.jax.release` reads it.
+    - ``count``: how many updates there were, also those that the tuner learned nothing from and those after freezing.
     """
 
-    scale: dict[str, jax.Array]  # S by tuner
-    delta: PyTree | None  # like the parameters, in at least float32; None once frozen
-    residual: PyTree | None  # what rounding cut off half-precision parameters
-    tuner: TunerState | None  # arrays [tuners, n], rows in the order of the names in scale; None once frozen
-    base: PyTree  # the state of the base
-    unit: jax.Array  # the learning rate inside the base that counts as 1
-    count: jax.Array  # type: ignore[assignment]  # how many updates there were, as Optax's bases count; int32
+    scale: dict[str, jax.Array]
+    delta: PyTree | None
+    residual: PyTree | None
+    tuner: TunerState | None
+    base: PyTree
+    peak_lr: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # int32, as in Optax's own states; a tuple has a method of this name
 
 
 def scales(state: PyTree) -> dict[str, jax.Array]:
-    """S of every tuner by its name: the factor on the base's updates, at a learning rate of ``unit``.
+    """The learned learning rate of every tuner by its name: S, which the base's peak learning rate stands for.
+
+    To log what Mechanic learns::
+
+        log({"lr": 3e-4})                                                     # before: the one you chose
+        log({f"lr/{name}": float(s) for name, s in scales(state).items()})    # after: the ones it has found
+
+    During a schedule the effective learning rate is S times the schedule over its peak.
 
     Args:
-        state: of :func:`mechanic.jax.mechanize`, or of anything around it: ``optax.chain``, ``MultiSteps``,
+        state: of :func:`mechanic.jax.mechanize`, or any state around it: ``optax.chain``, ``MultiSteps``,
             ``inject_hyperparams``, ``masked``, a whole train state.
 
     Returns:
-        0-dim arrays, so it may be called under ``jit``. Without ``labels`` there is one, named ``"default"``.
+        0-dim arrays, so it may be called under ``jit``. Without ``labels`` there is one, named ``"default"``. All are 0
+        until the second step with a gradient.
+
+    Raises:
+        ValueError: if the state holds no Mechanic, or several with a tuner of the same name.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -54,7 +71,15 @@ def scales(state: PyTree) -> dict[str, jax.Array]:
 
 
 def scale(state: PyTree) -> jax.Array:
-    """S where there is one tuner; see :func:`scales`.
+    """The learned learning rate, S, where there is one tuner, which is the default; see :func:`scales`.
+
+    To log what Mechanic learns::
+
+        log({"lr": 3e-4})              # before: the one you chose
+        log({"lr": scale(state)})      # after: the one it has found
+
+    Raises:
+        ValueError: if there are several tuners; call :func:`scales`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -70,16 +95,19 @@ def scale(state: PyTree) -> jax.Array:
 
 
 def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:
-    """How many steps every tuner had to leave out, by its name, because its gradients or sums were not finite.
+    """How many steps every tuner skipped, by its name, because of NaN or inf in its gradients or sums.
 
-    On such a step S stays as it was. Where S stays 0 for ever, look here: all gradients may be NaN.
+    On such a step S stays as it was, and the base gets zeros. If S stays 0, look here: all gradients may be NaN::
+
+        if not jnp.isfinite(loss): bad += 1               # before: counted by hand
+        bad = nonfinite_steps(state)["default"]           # after
 
     Args:
         state: as for :func:`scales`.
 
     Returns:
-        0-dim int32 arrays, so it may be called under ``jit``. A state that was frozen counts no longer, and its tuners
-        are not in it.
+        0-dim int32 arrays, so it may be called under ``jit``. A frozen state does not count, and its tuners are left
+        out of the dict.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -99,12 +127,12 @@ def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:
 def _nonfinite_steps_of(found: MechanicState) -> dict[str, jax.Array]:
     if found.tuner is None:
         return {}
-    counts = found.tuner.nonfinite_steps.astype(jnp.int32)  # one number per tuner, kept n times
+    counts = found.tuner.nonfinite_steps.astype(jnp.int32)  # [..., tuners, n], the same in all n columns
     return {name: counts[..., row, 0] for row, name in enumerate(sorted(found.scale))}
 
 
 def _by_name(state: PyTree, read: Callable[[MechanicState], dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """What is read from every Mechanic inside a state, in one dict."""
+    """One dict of what ``read`` gives for every Mechanic inside a state."""
     by_name: dict[str, jax.Array] = {}
     for found in find(state):
         if repeated := by_name.keys() & found.scale.keys():
@@ -117,9 +145,10 @@ def _by_name(state: PyTree, read: Callable[[MechanicState], dict[str, jax.Array]
 
 
 def warn_unless_last(state: PyTree) -> None:
-    """Warn where the state shows that something stands after Mechanic in ``optax.chain``.
+    """Warn where the state shows that another transformation comes after Mechanic in ``optax.chain``.
 
-    To be called by what users call: the warning points to their line, and Python shows it once for that line.
+    Every public function calls this directly, so that ``stacklevel=3`` is the user's line. Python shows a warning once
+    per line.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: _is_ours(node) or _is_chain_with_others_after_ours(node))
     if any(_is_chain_with_others_after_ours(node) for node in nodes):
@@ -134,9 +163,9 @@ def warn_unless_last(state: PyTree) -> None:
 
 
 def _is_chain_with_others_after_ours(node: Any) -> bool:
-    """Whether it looks like the state of a chain with one of Optax's own after ours.
+    """Whether it looks like the state of a chain in which a state of Optax's comes after one of ours.
 
-    ``optax.chain`` has a plain tuple of states, ``optax.named_chain`` an ordered dict.
+    The state of ``optax.chain`` is a plain tuple of states, that of ``optax.named_chain`` an ordered dict.
     """
     if type(node) not in (tuple, OrderedDict):
         return False

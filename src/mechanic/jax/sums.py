@@ -13,8 +13,9 @@ from mechanic.jax.shards import Summing, over_shards, transposed
 Leaves = Sequence[jax.Array]
 
 ROW = 256
-"""In elements. XLA on CPU adds up a reduction with several results one by one: 10 million float32 at once lose 1.6 %,
-rows of this length, whose sums are added up by a reduction with one result, 1e-7."""
+"""In elements. XLA on CPU adds up a reduction with several results one element after the other, and a long float32 sum
+loses digits: https://github.com/jax-ml/jax/issues/585. 10 million elements in one reduction were 1.6 % off; in rows of
+this length, whose sums are then added up by a reduction with one result, 1e-7."""
 
 
 def measure(
@@ -27,17 +28,17 @@ def measure(
     dtype: DTypeLike,
     axis_name: Hashable | None,
 ) -> jax.Array:
-    """The sums of :data:`mechanic.tuner.SUMS`, and, where there are others, the square norm of those.
+    """The sums of :data:`mechanic.tuner.SUMS`, and the square norm of ``others`` if there are any.
 
     Args:
-        params: in their working dtype, as all that follow; one leaf per parameter.
-        feedback: the gradients that the tuner is to see.
+        params: one leaf per parameter, in its working dtype, as in the next three.
+        feedback: the gradients that the tuner learns from.
         deltas: Delta.
-        others: further gradients whose norm is needed, or none.
-        rows: of every leaf, the row of its tuner.
+        others: the gradients for the base, where those are not the feedback; otherwise empty.
+        rows: for every leaf, the row of its tuner.
         tuners: how many rows there are.
         dtype: of the result.
-        axis_name: of ``shard_map``, over which the parameters are cut.
+        axis_name: inside ``shard_map``, the axes over which the parameters are sharded.
 
     Returns:
         [tuners, 5], or [tuners, 6] with others.
@@ -46,11 +47,11 @@ def measure(
     if not params:
         return jnp.zeros((tuners, columns), dtype)
     lists = [leaves for leaves in (params, feedback, deltas, others) if leaves]
-    # Where a run is differentiated, S counts as given: what it is made of has no derivative at its start.
+    # In a derivative of the run S counts as a constant: the square roots in the tuner have none at 0.
     arrays = [jax.lax.stop_gradient(array) for leaves in lists for array in leaves]
 
     def weighted(weights: Sequence[float] | None = None) -> Summing:
-        """The sums over arrays as they are here, whole or one shard of each."""
+        """The sums over the arrays on this device: whole ones, or one shard of each."""
         return lambda *arrays: _sum_up(transposed(arrays, len(lists)), rows, tuners, dtype, weights)
 
     return over_shards(weighted, arrays, len(lists), axis_name)
@@ -76,21 +77,21 @@ def _sums_of_leaf(*arrays: jax.Array, dtype: DTypeLike) -> jax.Array:
     """[columns], reading every array once."""
     flat = [array.reshape(-1) for array in arrays]
     size, row = flat[0].size, _row_length(flat[0].size)
-    whole = size - size % row
-    in_rows = _reduce(_products(*(array[:whole].reshape(-1, row) for array in flat)), axis=1)
-    sums = jnp.stack([jnp.sum(sums_of_rows, dtype=dtype) for sums_of_rows in in_rows])
-    if whole < size:
-        sums += jnp.stack(_reduce(_products(*(array[whole:] for array in flat)), axis=0)).astype(dtype)
+    in_rows = size - size % row
+    row_sums = _reduce(_products(*(array[:in_rows].reshape(-1, row) for array in flat)), axis=1)
+    sums = jnp.stack([jnp.sum(column, dtype=dtype) for column in row_sums])
+    if in_rows < size:
+        sums += jnp.stack(_reduce(_products(*(array[in_rows:] for array in flat)), axis=0)).astype(dtype)
     return sums
 
 
 def _row_length(size: int) -> int:
-    """Near ROW, and without a remainder where possible."""
+    """A divisor of the size near ROW if there is one, otherwise ROW."""
     return next((length for length in range(4 * ROW, ROW // 4, -1) if size % length == 0), ROW)
 
 
 def _products(x: jax.Array, g: jax.Array, delta: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """What the columns add up, in the order of SUMS."""
+    """The products that each column adds up, in the order of SUMS."""
     pairs = [(delta, g), (delta, x), (g, g), (x, x), (delta, delta), *((other, other) for other in others)]
     return [_real_product(a, b) for a, b in pairs]
 
@@ -100,7 +101,7 @@ def _real_product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _reduce(operands: list[jax.Array], axis: int) -> list[jax.Array]:
-    """Sum several arrays along an axis in one loop, where separate sums would each read their operands again."""
+    """Sum several arrays along an axis in one loop. Separate sums would each read x, g and Delta again."""
 
     def add(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(a + b for a, b in zip(some, more, strict=True))

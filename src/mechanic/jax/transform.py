@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,12 @@ from jax.experimental.shard_alike import shard_alike
 from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
-from mechanic.jax.labels import rows_of
-from mechanic.jax.refusals import (
-    leaves_like,
-    refuse_other_betas,
-    refuse_other_labels,
-    refuse_other_params,
-    refuse_unit,
-    refuse_untrainable,
-)
-from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, update_towards, value_of, widen, working_dtype
-from mechanic.jax.state import MechanicState, PyTree, flatten
+from mechanic.jax.leaves import Leaves
+from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_peak_lr, refuse_untrainable
+from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, widen, working_dtype
+from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.sums import measure
+from mechanic.jax.tuners import rows_of
 from mechanic.tuner import SUMS, TunerConfig, TunerState, delta_retention, total_scale, update
 
 
@@ -31,36 +25,50 @@ def mechanize(
     base: optax.GradientTransformation,
     *,
     config: TunerConfig | Mapping[str, Any] | None = None,
-    unit: float | jax.Array = 1.0,
+    peak_lr: float | jax.Array = 1.0,
     schedule: optax.Schedule | None = None,
     labels: PyTree | Callable[[PyTree], PyTree] | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Learn the size of another transformation's updates while training.
+    """Tune the learning rate of an Optax optimizer during training.
 
-    The base proposes updates u; their sum is Delta, and the parameters are kept at x_1 + S Delta, where S is learned
-    from the gradients. The base's learning rate is a shape, not a size: ``unit`` is what counts as 1, so only its
-    course over time matters. ``update`` needs the parameters, and what it returns is to be added to them as it is: in
-    ``optax.chain``, ``mechanize`` stands last, and clipping before it. Where something follows it,
-    :func:`mechanic.jax.scales` and the like warn.
+    Wrap the optimizer, and pass the parameters to ``update``::
 
-    ``update`` takes a further argument, ``observed``: gradients of another batch at the same parameters, say a held-out
-    one, for the tuner to learn from in place of those that the base gets. All other arguments are the base's.
+        optimizer = optax.adamw(3e-4)                              # before: 3e-4 was found by a sweep
+        updates, state = optimizer.update(grads, state)
+
+        optimizer = mechanize(optax.adamw(1.0))                    # after
+        updates, state = optimizer.update(grads, state, params)
+
+    The wrapped optimizer is called the base. Its updates u add up to Delta, and the parameters stay at x_1 + S Delta,
+    where S is learned from the gradients. Only the shape of the base's schedule matters, not its size: Mechanic divides
+    the base's updates by ``peak_lr``, so S is the learning rate at the peak. Read it with :func:`mechanic.jax.scale`.
+
+    The updates must reach the parameters unchanged. In ``optax.chain``, ``mechanize`` is last, and clipping comes
+    before it; otherwise S can grow without bound, and :func:`mechanic.jax.scale` and the other readers warn.
+
+    ``update`` takes one more argument, ``observed``: gradients of another batch at the same parameters, for instance a
+    held-out one. S is then learned from those, and the base still gets ``grads``. All other arguments go to the base.
 
     Args:
-        base: any transformation whose updates are added to the parameters.
-        config: a :class:`mechanic.TunerConfig` or a dict of its fields.
-        unit: the learning rate inside the base that counts as 1: its peak, where there is a schedule. It has to be
-            positive, which is checked unless it is traced.
-        schedule: the one inside the base, where it has one, which nobody sees from outside: S settles as it falls. It
-            is called with the number of updates so far, as the base calls it.
-        labels: which parameters are tuned apart: a pytree prefix of them with a name at every leaf, or a function
-            from the parameters to one, as for ``optax.partition``. Without it all share one tuner.
-        axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are cut.
-            Under ``jit`` none is needed, however they are sharded.
+        base: any transformation whose updates are added to the parameters. Refused at ``init``: those that choose the
+            size of their own steps (Prodigy, line searches) or keep iterates of their own (Schedule-Free, Lookahead).
+        config: a :class:`mechanic.TunerConfig` or a dict of its fields. By default ``TunerConfig()``.
+        peak_lr: the learning rate that the base was built with, or the peak of its schedule. Optax does not show it, so
+            it must be given unless it is 1, the default: ``mechanize(optax.adamw(3e-4), peak_lr=3e-4)`` and
+            ``mechanize(optax.adamw(1.0))`` train alike. With a wrong value S is not the learning rate, and the config's
+            ``decay`` has another weight. It must be positive; the value of a traced one cannot be checked.
+        schedule: the schedule inside the base, if it has one; by default None. Optax does not show it either. With it,
+            S settles as the learning rate falls, and nothing moves at a learning rate of 0. Without it, S goes on
+            moving the parameters at the end of the run. Its size does not matter.
+        labels: which parameters have a tuner of their own: a name for every part of the parameters, as a pytree prefix
+            or a function that returns one, as for ``optax.partition``. By default None: all share one tuner.
+        axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are
+            sharded. By default None, which is right under ``jit``, however the parameters are sharded.
 
     Returns:
-        A transformation with a :class:`mechanic.jax.MechanicState`.
+        A transformation with a :class:`mechanic.jax.MechanicState`. Beyond the base's state it holds one number per
+        parameter, Delta, in at least float32, and two bytes more for a half-precision parameter.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -82,26 +90,39 @@ def mechanize(
     """
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
-    refuse_unit(unit)
+    refuse_peak_lr(peak_lr)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
 
     def init(params: optax.Params) -> MechanicState:
         params = jax.tree.map(jnp.asarray, params)
         refuse_untrainable(params)
-        base_state = _unshared(base.init(jax.tree.map(widen, params)), params)
+        base_state = _without_shared_buffers(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         names = rows_of(labels, params).names
-        dtype = jnp.result_type(float)  # float64 where it is enabled: 1 - 0.999999 leaves one digit of a float32
+        dtype = jnp.result_type(float)  # float64 where x64 is enabled: 1 - 0.999999 leaves one digit of a float32
         return MechanicState(
             scale={name: jnp.zeros((), dtype) for name in names},
             delta=jax.tree.map(lambda p: _zeros_like(p, working_dtype(p.dtype)), params),
-            residual=_fresh_residuals(params),
+            residual=_zero_residuals(params),
             tuner=TunerState(*(jnp.zeros((len(names), len(tuner_config.betas)), dtype) for _ in TunerState._fields)),
             base=base_state,
-            unit=jnp.asarray(unit, dtype),
+            peak_lr=jnp.asarray(peak_lr, dtype),
             count=jnp.zeros((), jnp.int32),
         )
+
+    def tune(tuner: TunerState, sums: jax.Array, count: jax.Array) -> TunerState:
+        """The tuners after the step. ``count`` is the base's place in the schedule; steps without feedback count."""
+        betas = jnp.asarray(tuner_config.betas, sums.dtype)
+        rate = None if schedule is None else jnp.asarray(schedule(count), sums.dtype)
+        return update(tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+
+    def step_base(
+        leaves: Leaves, grads: Sequence[jax.Array], base_state: PyTree, extra_args: Mapping[str, Any]
+    ) -> tuple[list[jax.Array], PyTree]:
+        """The base's update u, divided by ``peak_lr``, and its new state."""
+        proposed, base_state = base.update(leaves.tree(grads), base_state, leaves.tree(leaves.values), **extra_args)
+        return [u / jnp.asarray(peak_lr, u.dtype) for u in leaves.like(proposed, "base's update")], base_state
 
     def step(
         updates: optax.Updates,
@@ -111,99 +132,85 @@ def mechanize(
         observed: optax.Updates | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MechanicState]:
-        """Measure, tune, let the base step, and scale what it did."""
+        """One step of Algorithm 1: measure at x, tune S, let the base step, move x by S' Delta' - S Delta."""
         if params is None:
             raise ValueError("Mechanic needs the parameters: write optimizer.update(grads, state, params)")
-        params = jax.tree.map(jnp.asarray, params)
-        refuse_untrainable(params)
-        refuse_other_params(state, params)
-        leaves, treedef = flatten(params)
-        names, rows = rows_of(labels, params)
-        residuals = _residuals_like(leaves, state.residual)
-        values = [value_of(p, residual) for p, residual in zip(leaves, residuals, strict=True)]
-
-        def like_values(tree: PyTree, what: str) -> list[jax.Array]:
-            """The leaves of a tree like the parameters, in their working dtypes."""
-            return [jnp.asarray(g, x.dtype) for g, x in zip(leaves_like(params, tree, what), values, strict=True)]
-
-        def per_leaf(by_tuner: jax.Array) -> list[jax.Array]:
-            """Of every parameter its tuner's own, in a dtype that does not widen what it is multiplied with."""
-            return [by_tuner[row].astype(x.real.dtype) for x, row in zip(values, rows, strict=True)]
-
-        def step_base(grads: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
-            """The base's updates, in units of the tuner."""
-            proposed, base_state = base.update(
-                treedef.unflatten(grads), state.base, treedef.unflatten(values), **extra_args
-            )
-            return [u / jnp.asarray(unit, u.dtype) for u in like_values(proposed, "base's update")], base_state
-
-        def move(steps: list[jax.Array], new_state: MechanicState) -> tuple[optax.Updates, MechanicState]:
-            """The updates that move the parameters by these steps, and the state with what rounding cuts off."""
-            if state.residual is None:
-                return treedef.unflatten(steps), new_state
-            landings = [_land(*each) for each in zip(leaves, residuals, values, steps, strict=True)]
-            residual = treedef.unflatten([residual for _, residual in landings])
-            return treedef.unflatten([update for update, _ in landings]), new_state._replace(residual=residual)
-
-        grads = like_values(updates, "gradient")
-        refuse_other_labels(state, names)
+        leaves = Leaves.of(params, state, labels)
+        grads = leaves.like(updates, "gradient")
+        refuse_other_labels(state, leaves.names)
         refuse_other_betas(state, tuner_config)
-        scale = jnp.stack([state.scale[name] for name in names])  # S, [tuners]
-        count = optax.safe_increment(state.count)
-        given_unit = jnp.asarray(unit, state.unit.dtype)
-        # The same number, but the former one is read: an argument of a jitted step that nobody reads is not donated.
-        own_unit = jnp.where(state.unit == given_unit, state.unit, given_unit)
+        scale = jnp.stack([state.scale[name] for name in leaves.names])  # S, [tuners]
+        new_state = state._replace(peak_lr=_as_given(peak_lr, state.peak_lr), count=optax.safe_increment(state.count))
         if state.delta is None or state.tuner is None:  # frozen
-            proposed, base_state = step_base(grads)
-            steps = [S * u for S, u in zip(per_leaf(scale), proposed, strict=True)]
-            return move(steps, state._replace(base=base_state, unit=own_unit, count=count))
+            u, base_state = step_base(leaves, grads, state.base, extra_args)
+            return leaves.move(leaves.scaled(scale, u), new_state._replace(base=base_state))
 
-        # Measured at x_t: S' is known before the base steps.
-        deltas, dtype = treedef.flatten_up_to(state.delta), state.tuner.scales.dtype
+        delta = leaves.treedef.flatten_up_to(state.delta)
         feedback, unobserved = grads, []
         if observed is not None:
-            feedback, unobserved = like_values(_masked_like(params, observed), "observed gradient"), grads
-        # [tuners, 5], and a column for the gradients where they are not the feedback
-        sums = measure(values, feedback, deltas, unobserved, rows, len(names), dtype, axis_name)
-        betas = jnp.asarray(tuner_config.betas, dtype)
-        rate = None
-        if schedule is not None:  # at the same count as in the base, which also counts steps without feedback
-            rate = jnp.asarray(schedule(state.count), dtype)
-        tuner = update(state.tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+            feedback, unobserved = leaves.like(_masked_like(leaves.params, observed), "observed gradient"), grads
+        dtype, tuners = state.tuner.scales.dtype, len(leaves.names)
+        # [tuners, 5], and a sixth column for the gradients where they are not the feedback
+        sums = measure(leaves.values, feedback, delta, unobserved, leaves.rows, tuners, dtype, axis_name)
+        tuner = tune(state.tuner, sums, state.count)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
-        # Gradients that are not finite would stay in the base's moments for ever.
+        # NaN and inf would stay in the base's moments for ever, so a tuner with such gradients gives it zeros.
         finite = jnp.isfinite(sums[:, SUMS.index("grad_sq") if observed is None else -1])  # [tuners]
-        proposed, base_state = step_base([jnp.where(finite[row], g, 0) for g, row in zip(grads, rows, strict=True)])
+        grads = [jnp.where(finite[row], g, 0) for g, row in zip(grads, leaves.rows, strict=True)]
+        u, base_state = step_base(leaves, grads, state.base, extra_args)
 
-        former, kept = scale, delta_retention(state.tuner, tuner, tuner_config, jnp)
-        if kept is not None:
-            deltas = [share * delta for share, delta in zip(per_leaf(kept), deltas, strict=True)]
-            former = scale / kept  # S Delta of what is left of Delta
-        new_deltas = [delta + u for delta, u in zip(deltas, proposed, strict=True)]
-        # S' Delta' - S Delta, from u and Delta' alone: for Delta as well XLA would have to copy what is donated.
-        steps = [
-            change * new + S * u
-            for change, new, S, u in zip(
-                per_leaf(new_scale - former), new_deltas, per_leaf(former), proposed, strict=True
-            )
-        ]
-        new_state = MechanicState(
-            scale=dict(zip(names, new_scale, strict=True)),
-            delta=treedef.unflatten(new_deltas),
-            residual=state.residual,
+        retention = delta_retention(state.tuner, tuner, tuner_config, jnp)
+        new_delta, steps = _advance(leaves, delta, u, scale, new_scale, retention)
+        new_state = new_state._replace(
+            scale=dict(zip(leaves.names, new_scale, strict=True)),
+            delta=leaves.tree(new_delta),
             tuner=tuner,
             base=base_state,
-            unit=own_unit,
-            count=count,
         )
-        return move(steps, new_state)
+        return leaves.move(steps, new_state)
 
     return optax.GradientTransformationExtraArgs(init, step)
 
 
+def _advance(
+    leaves: Leaves,
+    delta: Sequence[jax.Array],
+    u: Sequence[jax.Array],
+    scale: jax.Array,
+    new_scale: jax.Array,
+    retention: jax.Array | None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Delta' = k Delta + u, and the step of the parameters, S' Delta' - S Delta; k is the retention."""
+    if retention is not None:
+        delta = leaves.scaled(retention, delta)
+        scale = scale / retention  # S Delta is the same as before
+    new_delta = [d + each for d, each in zip(delta, u, strict=True)]
+    # S' Delta' - S Delta = (S' - S) Delta' + S u. Delta is not read again, so Delta' may take its donated buffer.
+    steps = [
+        along_delta + along_u
+        for along_delta, along_u in zip(
+            leaves.scaled(new_scale - scale, new_delta), leaves.scaled(scale, u), strict=True
+        )
+    ]
+    return new_delta, steps
+
+
+def _as_given(peak_lr: float | jax.Array, in_state: jax.Array) -> jax.Array:
+    """``peak_lr`` as an array. The one in the state is read too, though that changes nothing.
+
+    ``jit`` drops arguments that nothing reads, and then does not donate them:
+    https://github.com/jax-ml/jax/pull/2936, and so in jax 0.10.2.
+    """
+    given = jnp.asarray(peak_lr, in_state.dtype)
+    return jnp.where(in_state == given, in_state, given)
+
+
 def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
-    """Without what ``optax.masked`` hides of the parameters: it passes further arguments on as they are."""
+    """``observed`` without the leaves that ``optax.masked`` hides of the parameters.
+
+    ``optax.masked`` hides them in updates and parameters, but passes extra arguments on as they are (Optax 0.2.8).
+    """
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
@@ -214,38 +221,32 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
 
 
 def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A buffer of its own, so that both can be donated; laid out like the parameter also where ``init`` is jitted."""
+    """Zeros in a buffer of their own, sharded like the parameter.
+
+    Under ``jit``, ``jnp.zeros_like`` alone does not keep the sharding: https://github.com/jax-ml/jax/issues/16080.
+    """
     zeros: jax.Array = shard_alike(param, jnp.zeros_like(param, dtype=dtype))[1]
     return zeros
 
 
-def _unshared(state: PyTree, params: PyTree) -> PyTree:
-    """The state with a buffer of its own for every leaf: some bases keep the parameters, or one array twice."""
+def _zero_residuals(params: PyTree) -> PyTree | None:
+    """For half-precision parameters; None where there are none."""
+    residuals = jax.tree.map(lambda p: _zeros_like(p, RESIDUAL_DTYPE) if is_half_precision(p.dtype) else None, params)
+    return residuals if jax.tree.leaves(residuals) else None
+
+
+def _without_shared_buffers(state: PyTree, params: PyTree) -> PyTree:
+    """The state with a buffer of its own for every leaf, so that parameters and state can be donated together.
+
+    Some bases keep the parameters themselves, or one array twice, and XLA refuses to be given a buffer twice:
+    https://github.com/google-deepmind/optax/pull/1059 is one such case.
+    """
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def own(leaf: Any) -> Any:
+    def copied_if_taken(leaf: Any) -> Any:
         if id(leaf) in taken:
             return jnp.copy(leaf)
         taken.add(id(leaf))
         return leaf
 
-    return jax.tree.map(own, state)
-
-
-def _fresh_residuals(params: PyTree) -> PyTree | None:
-    residuals = jax.tree.map(lambda p: _zeros_like(p, RESIDUAL_DTYPE) if is_half_precision(p.dtype) else None, params)
-    return residuals if jax.tree.leaves(residuals) else None
-
-
-def _residuals_like(leaves: list[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
-    """One residual per parameter, None where it has none."""
-    if residual is None:
-        return [None] * len(leaves)
-    waiting = iter(jax.tree.leaves(residual))
-    return [next(waiting) if is_half_precision(p.dtype) else None for p in leaves]
-
-
-def _land(
-    param: jax.Array, residual: jax.Array | None, value: jax.Array, step: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    return (step, None) if residual is None else update_towards(value + step, param)
+    return jax.tree.map(copied_if_taken, state)

@@ -35,11 +35,12 @@ def choose_kernels(base: Optimizer, buckets: list[Bucket], *, own_iterates: bool
             bucket.kernels = compiled
     if left_out:
         return False, left_out
-    reason = "the base steps on iterates of its own" if own_iterates else _reason_not_to_fuse(base)
+    reason = "the base steps on iterates of its own" if own_iterates else reason_not_to_fuse(base)
     return reason is None, [f"compile=True compiles around the base, not together with it: {reason}"] if reason else []
 
 
-def _reason_not_to_fuse(base: Optimizer) -> str | None:
+def reason_not_to_fuse(base: Optimizer) -> str | None:
+    """Why base and Mechanic cannot step in one kernel; None if they can."""
     if type(base) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"{type(base).__name__} is not one of torch's SGD, Adam and AdamW"
     if has_hooks(base):
@@ -66,7 +67,7 @@ def step_fused(base: Optimizer, buckets: list[Bucket], scaling: Scaling, finite:
         group = {**group, "params": [p for p in group["params"] if p.requires_grad and p.grad is not None]}
         if not group["params"]:
             continue
-        rule = _rule_of(base, group)
+        rule = rule_of(base, group)
         tensors, numbers = rule.read(base, group)
         alike = defaultdict(list)  # parameters that one call can take
         for index, p in enumerate(group["params"]):
@@ -96,13 +97,13 @@ class Rule(NamedTuple):
     read: Callable[[Any, Group], tuple[list[list[Tensor]], list[tuple[float, ...]]]]  # tensors; numbers by parameter
 
 
-def _rule_of(base: Optimizer, group: Group) -> Rule:
+def rule_of(base: Optimizer, group: Group) -> Rule:
     if type(base) is torch.optim.SGD:
-        return Rule(_fused_momentum if group["momentum"] else _fused_sgd, _read_sgd)
-    return Rule(_fused_adam, _read_adam)
+        return Rule(fused_momentum if group["momentum"] else fused_sgd, _read_sgd)
+    return Rule(fused_adam, _read_adam)
 
 
-def _adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+def adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
     lr, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, l2 = numbers
     g = g + l2 * x
     m = beta1 * m + rest1 * g
@@ -125,12 +126,12 @@ def _read_adam(base: Any, group: Group) -> tuple[list[list[Tensor]], list[tuple[
     return [first, second], [by_step[t] for t in values]
 
 
-def _sgd(x: Tensor, g: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+def sgd(x: Tensor, g: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
     lr, l2 = numbers
     return (-lr * (g + l2 * x),)
 
 
-def _momentum(x: Tensor, g: Tensor, buffer: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+def momentum_sgd(x: Tensor, g: Tensor, buffer: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
     lr, l2, momentum, gain, nesterov_gain, nesterov_momentum = numbers
     g = g + l2 * x
     buffer = momentum * buffer + gain * g
@@ -156,16 +157,16 @@ def _read_sgd(base: Any, group: Group) -> tuple[list[list[Tensor]], list[tuple[f
 # One function for each: torch counts how often a function has been compiled, and gives up on it at some point.
 
 
-def _fused_sgd(x: Tensor, g: Tensor, d: Tensor, *numbers: Tensor) -> None:
-    _fused(_sgd, x, g, d, (), *numbers)
+def fused_sgd(x: Tensor, g: Tensor, d: Tensor, *numbers: Tensor) -> None:
+    _fused(sgd, x, g, d, (), *numbers)
 
 
-def _fused_momentum(x: Tensor, g: Tensor, d: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
-    _fused(_momentum, x, g, d, (buffer,), *numbers)
+def fused_momentum(x: Tensor, g: Tensor, d: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
+    _fused(momentum_sgd, x, g, d, (buffer,), *numbers)
 
 
-def _fused_adam(x: Tensor, g: Tensor, d: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
-    _fused(_adam, x, g, d, (m, v), *numbers)
+def fused_adam(x: Tensor, g: Tensor, d: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
+    _fused(adam, x, g, d, (m, v), *numbers)
 
 
 def _fused(

@@ -40,3 +40,10 @@ def test_labels_may_be_a_function():
     ours, expected = (learned(mechanize(optax.sgd(1.0), labels=labels), steps=5) for labels in (by_shape, written_out))
     assert sorted(scales(ours[1])) == ["4 rows", "64 rows"]
     assert same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("labels", ["all", {"first": "all", "last": "all"}], ids=["one name", "the same name twice"])
+def test_one_label_gives_the_bits_of_none(labels):
+    (params, state), (expected, plain) = (learned(mechanize(optax.adam(1.0), labels=each)) for each in (labels, None))
+    assert same_bits(params, expected)
+    assert same_bits(scales(state)["all"], scale(plain))

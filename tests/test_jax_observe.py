@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from jax_task import batch, gradient_of, learned, same_bits
-from mechanic.jax import mechanize, scale
+from mechanic.jax import freeze, mechanize, scale, scales
 
 
 def test_observed_gradients_are_what_the_tuner_learns_from():
@@ -45,3 +45,41 @@ def test_observed_gradients_find_their_way_past_frozen_parameters():
         update, alone = jax.jit(step, static_argnums=0)(optimizer, params["free"], alone)
     assert 0 < scale(state) == scale(alone)
     assert same_bits(updates, {"free": update, "frozen": jnp.zeros(3)})
+
+
+def observing_step(optimizer):
+    return jax.jit(lambda grads, state, params, observed: optimizer.update(grads, state, params, observed=observed))
+
+
+def test_observing_the_batch_that_is_trained_on_changes_nothing():
+    optimizer = mechanize(optax.adamw(1.0))
+    params, state = learned(optimizer, steps=5)
+    grads = gradient_of(params, *batch(7))
+    ours, expected = (
+        observing_step(optimizer)(grads, state, params, grads),
+        jax.jit(optimizer.update)(grads, state, params),
+    )
+    assert scale(ours[1]) == scale(expected[1]) != scale(state)
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_frozen_scale_ignores_observations():
+    optimizer = mechanize(optax.adamw(1.0))
+    params, state = learned(optimizer, steps=5)
+    frozen, grads, held_out = freeze(state), gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
+    ours = observing_step(optimizer)(grads, frozen, params, held_out)
+    assert same_bits(ours, jax.jit(optimizer.update)(grads, frozen, params))
+    assert scale(ours[1]) == scale(state)
+
+
+def test_tuners_observe_apart():
+    """Of a held-out gradient that is zero in one part, that part's tuner learns nothing."""
+    optimizer = mechanize(optax.sgd(1.0), labels={"first": "a", "last": "b"})
+    params, state = learned(optimizer, steps=5)
+    grads, held_out = gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
+    held_out["first"] = jnp.zeros_like(held_out["first"])
+    _, after = observing_step(optimizer)(grads, state, params, held_out)
+    assert scales(after)["a"] == scales(state)["a"]
+    assert scales(after)["b"] != scales(state)["b"]
+    assert (after.delta["first"] != state.delta["first"]).any()

@@ -11,14 +11,14 @@ DEFAULT = "default"
 
 
 class Rows(NamedTuple):
-    """The tuners' names, and for every parameter, in the order of the leaves, the row of its own."""
+    """The tuners' names, and the row of its tuner for every parameter, in the order of the leaves."""
 
     names: tuple[str, ...]
     of_leaves: tuple[int, ...]
 
 
 def names_of(prefix: PyTree | None) -> tuple[str, ...]:
-    """The tuners' names, in the order in which JAX keeps the keys of a dict, which is how the state holds them."""
+    """The tuners' names, sorted: JAX sorts the keys of a dict, and the state holds S in a dict by name."""
     return (DEFAULT,) if prefix is None else tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
 
 
@@ -37,7 +37,7 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
     prefix = labels(params) if callable(labels) else labels
     names = names_of(prefix)
     if not jax.tree.leaves(params):
-        return Rows(names, ())  # optax.tree.map_params asks for the state of no parameters at all
+        return Rows(names, ())  # optax.tree.map_params calls init with a placeholder that has no leaves
     try:
         spread = jax.tree.map(lambda label, below: jax.tree.map(lambda _: str(label), below), prefix, params)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The schedule that mechanize is told of: S settles by where the base stands in it."""
+"""Only the shape of the learning rate matters: its size is divided out, and S settles as the schedule falls."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_task import AROUND, same_bits
+from jax_task import AROUND, mlp, same_bits, train, train_loss
 from mechanic.jax import freeze, mechanize, scale
 from mechanic.jax.state import find
 
@@ -36,6 +36,33 @@ def run(optimizer, factors, *, x=None, state=None):
     for factor in factors:
         x, state = stepper(optimizer)(x, state, factor)
     return x, state
+
+
+PEAK_BASES = {
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "AdamW": functools.partial(optax.adamw, weight_decay=0.1),
+    "Lion": optax.lion,
+}
+
+
+@pytest.mark.parametrize("lr", [2.0**-20, 2.0**10])
+@pytest.mark.parametrize("base", PEAK_BASES)
+def test_learning_rates_a_power_of_two_apart_give_the_same_bits(base, lr):
+    """Where dividing by the peak is exact."""
+    ends = [train(mlp(hidden=4), mechanize(PEAK_BASES[base](rate), peak_lr=rate), 20)[0] for rate in (1.0, lr)]
+    assert same_bits(*ends)
+
+
+def test_every_learning_rate_gives_the_same_loss():
+    def loss_at(peak):
+        schedule = optax.cosine_decay_schedule(peak, 100)
+        optimizer = mechanize(optax.adamw(schedule), peak_lr=peak, schedule=schedule)
+        return train_loss(train(mlp(hidden=4), optimizer, 100)[0])
+
+    expected = loss_at(1.0)
+    assert expected < 0.75 * train_loss(mlp(hidden=4))
+    for peak in (1e-6, 3e-4, 1e3):
+        assert loss_at(peak) == pytest.approx(expected, rel=0.02)
 
 
 def down_to_zero(steps):

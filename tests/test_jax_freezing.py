@@ -1,4 +1,4 @@
-"""Keeping what was learned: freeze and release."""
+"""Freeze the scale, or return to the base optimizer at what was learned."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from mechanic.tuner import TunerState
     ("around", "dtype"), [("nothing", jnp.float32), ("chain", jnp.bfloat16), ("MultiSteps", jnp.float32)]
 )
 def test_a_frozen_state_goes_on_at_the_learned_scale_without_delta(around, dtype):
-    optimizer = AROUND[around](mechanize(optax.sgd(0.1), unit=0.1))
+    optimizer = AROUND[around](mechanize(optax.sgd(0.1), peak_lr=0.1))
     params, state = train(mlp(hidden=4, dtype=dtype), optimizer, 10)
     frozen = freeze(state)
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
@@ -29,8 +29,8 @@ def test_a_frozen_state_goes_on_at_the_learned_scale_without_delta(around, dtype
 
 @pytest.mark.parametrize("lr", [1.0, 0.1, 1e-3])
 def test_freezing_and_releasing_are_the_base_at_the_learned_rate(lr):
-    """Whatever learning rate the base has: the state knows what counted as 1."""
-    optimizer = mechanize(optax.adam(lr), unit=lr)
+    """Whatever learning rate the base has: the state knows its peak."""
+    optimizer = mechanize(optax.adam(lr), peak_lr=lr)
     params, state = learned(optimizer)
     plain, plain_state = release(optax.adam(lr), state)
     written_out = optax.adam(float(scale(state)))
@@ -44,8 +44,8 @@ def test_freezing_and_releasing_are_the_base_at_the_learned_rate(lr):
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_the_unit_is_kept_through_what_stands_around_and_through_freezing(around):
-    optimizer = AROUND[around](mechanize(optax.sgd(1e-3), unit=1e-3))
+def test_the_peak_is_kept_through_what_stands_around_and_through_freezing(around):
+    optimizer = AROUND[around](mechanize(optax.sgd(1e-3), peak_lr=1e-3))
     params, state = learned(optimizer, steps=3)
     for each in (state, freeze(state)):
         plain, plain_state = release(optax.sgd(1e-3), each)
@@ -54,18 +54,18 @@ def test_the_unit_is_kept_through_what_stands_around_and_through_freezing(around
             np.testing.assert_allclose(update, -scale(state) * p, rtol=1e-6)
 
 
-def test_a_unit_that_is_injected_is_the_one_in_the_state():
-    optimizer = optax.inject_hyperparams(mechanize)(optax.sgd(0.5), unit=0.5)
+def test_a_peak_that_is_injected_is_the_one_in_the_state():
+    optimizer = optax.inject_hyperparams(mechanize)(optax.sgd(0.5), peak_lr=0.5)
     params, state = learned(optimizer, steps=3)
     plain, plain_state = release(optax.sgd(0.5), state)
     updates, _ = plain.update(params, plain_state, params)
     np.testing.assert_allclose(updates["last"], -scale(state) * params["last"], rtol=1e-6)
 
 
-def test_the_unit_in_the_state_is_that_of_the_last_step():
-    """Delta is in units of it, so a base with another learning rate may take over."""
+def test_the_peak_in_the_state_is_that_of_the_last_step():
+    """Delta is a sum of updates over it, so a base with another learning rate may take over."""
     params, state = learned(mechanize(optax.sgd(1.0)), steps=3)
-    other = mechanize(optax.sgd(0.25), unit=0.25)
+    other = mechanize(optax.sgd(0.25), peak_lr=0.25)
     params, state = train(params, other, 1, state=state)
     plain, plain_state = release(optax.sgd(0.25), state)
     updates, _ = plain.update(params, plain_state, params)
@@ -75,7 +75,7 @@ def test_the_unit_in_the_state_is_that_of_the_last_step():
 @pytest.mark.parametrize("lr", [1.0, 0.1])
 def test_labels_are_released_each_at_its_own_rate(lr):
     labels = {"first": "a", "last": "b"}
-    params, state = learned(mechanize(optax.sgd(lr), unit=lr, labels=labels))
+    params, state = learned(mechanize(optax.sgd(lr), peak_lr=lr, labels=labels))
     assert scales(state)["a"] != scales(state)["b"]
     for given in (labels, lambda params: labels):
         plain, plain_state = release(optax.sgd(lr), state, labels=given)

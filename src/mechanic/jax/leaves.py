@@ -1,0 +1,77 @@
+"""The parameters of one step as a list of leaves, each with its value, its residual and the row of its tuner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mechanic.jax.refusals import leaves_like, refuse_other_params, refuse_untrainable
+from mechanic.jax.rounding import is_half_precision, update_towards, value_of
+from mechanic.jax.state import MechanicState, PyTree, flatten
+from mechanic.jax.tuners import rows_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """Lists have one entry per parameter, in JAX's order of the leaves."""
+
+    params: PyTree  # as they were given
+    treedef: Any
+    stored: list[jax.Array]
+    residuals: list[jax.Array | None]  # None for a parameter that is not in half precision
+    values: list[jax.Array]  # stored + residual, in the working dtype
+    names: tuple[str, ...]  # of the tuners
+    rows: tuple[int, ...]  # of the tuner of each parameter
+
+    @classmethod
+    def of(
+        cls, params: optax.Params, state: MechanicState, labels: PyTree | Callable[[PyTree], PyTree] | None
+    ) -> Leaves:
+        """Raises where the parameters cannot be trained, or are not those that the state was made for."""
+        params = jax.tree.map(jnp.asarray, params)
+        refuse_untrainable(params)
+        refuse_other_params(state, params)
+        stored, treedef = flatten(params)
+        names, rows = rows_of(labels, params)
+        residuals = _residual_per_leaf(stored, state.residual)
+        values = [value_of(p, residual) for p, residual in zip(stored, residuals, strict=True)]
+        return cls(params, treedef, stored, residuals, values, names, rows)
+
+    def like(self, tree: PyTree, what: str) -> list[jax.Array]:
+        """The leaves of a tree like the parameters, in the working dtypes; errors call one of them ``what``."""
+        given = leaves_like(self.params, tree, what)
+        return [jnp.asarray(leaf, x.dtype) for leaf, x in zip(given, self.values, strict=True)]
+
+    def tree(self, leaves: Sequence[Any]) -> PyTree:
+        """The inverse of :meth:`like`."""
+        return self.treedef.unflatten(leaves)
+
+    def scaled(self, by_tuner: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Every leaf times the factor of its tuner, [tuners], in the leaf's own dtype."""
+        factors = [by_tuner[row].astype(x.real.dtype) for x, row in zip(self.values, self.rows, strict=True)]
+        return [factor * leaf for factor, leaf in zip(factors, leaves, strict=True)]
+
+    def move(self, steps: Sequence[jax.Array], state: MechanicState) -> tuple[optax.Updates, MechanicState]:
+        """The updates that move the values by ``steps``, and the state with the new residuals."""
+        if state.residual is None:
+            return self.tree(steps), state
+        updates: list[jax.Array] = []
+        residuals: list[jax.Array | None] = []
+        for param, former, value, step in zip(self.stored, self.residuals, self.values, steps, strict=True):
+            update, residual = (step, None) if former is None else update_towards(value + step, param)
+            updates.append(update)
+            residuals.append(residual)
+        return self.tree(updates), state._replace(residual=self.tree(residuals))
+
+
+def _residual_per_leaf(stored: Sequence[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
+    """The state's residuals, whose tree has no leaf where a parameter is not in half precision."""
+    if residual is None:
+        return [None] * len(stored)
+    remaining = iter(jax.tree.leaves(residual))
+    return [next(remaining) if is_half_precision(p.dtype) else None for p in stored]
