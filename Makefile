@@ -53,4 +53,4 @@ test-deepspeed:
 	.venv-deepspeed/bin/pip install --quiet --constraint constraints.txt setuptools wheel ninja py-cpuinfo numpy pytest
 	.venv-deepspeed/bin/pip install --quiet deepspeed==0.19.8
 	.venv-deepspeed/bin/pip install --quiet --no-deps --editable .
-	.venv-deepspeed/bin/pytest --quiet -p no:cacheprovider -W default tests/test_deepspeed.py
+	.venv-deepspeed/bin/pytest --quiet -p no:cacheprovider -W default tests/torch/test_deepspeed.py

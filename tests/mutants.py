@@ -1,7 +1,7 @@
 """Mutation testing by hand: change the code in small ways, and see whether a test notices.
 
-    python tests/mutants.py run --sample 320 --seed 0 --records mutants.jsonl
-    python tests/mutants.py show mutants.jsonl
+    python -m tests.mutants run --sample 320 --seed 0 --records mutants.jsonl
+    python -m tests.mutants show mutants.jsonl
 
 The changes are those of cosmic-ray (pip install cosmic-ray). Changes that only annotations would show are left out.
 Every mutant is tried in a process of its own, in a copy of the tree, with the tests that are listed below for its file,
@@ -27,39 +27,42 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 TORCH = (
-    *("tuners", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe"),
-    "follows_oracle.py::test_float64_follows_for_300_steps[AdamW-by_default-default]",
-    "follows_oracle.py::test_float64_follows_for_300_steps[momentum-on_copies-nothing forgotten]",
-    *("kernels", "factory", "refusals", "own_iterates", "parameters", "lora_trainers", "freezing"),
+    *("tuners", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe", "private"),
+    *("kernels", "factory", "refusals", "own_iterates", "parameters", "lora_trainers", "freezing", "lending"),
 )
 JAX = (
-    *("jax_reading", "jax_freezing", "jax_bad_numbers", "jax_tuners", "jax_observe", "jax_refusals"),
-    *("jax_lr_is_a_shape", "jax_mistakes_are_told", "jax_checkpoint", "jax_parameters"),
-    *("jax_follows_oracle", "jax_transformations"),
+    *("reading", "freezing", "bad_numbers", "tuners", "observe", "refusals", "lr_is_a_shape", "mistakes_are_told"),
+    *("sums", "parameters", "resume", "follows_oracle", "transformations"),
+)
+ORACLE = (
+    "torch/test_follows_oracle.py::test_float64_follows_for_300_steps[AdamW-by_default-default]",
+    "torch/test_follows_oracle.py::test_float64_follows_for_300_steps[momentum-on_copies-nothing forgotten]",
 )
 
 FIRST = {  # what is likely to notice a change, and takes longer than all should wait for
-    "tuner": ("tuner",),
-    "torch/validation": ("check_then_change", "hostile_checkpoints", "checkpoint"),
-    "torch/checkpoint": ("check_then_change", "hostile_checkpoints", "checkpoint"),
-    "torch/kernels/compiled": ("compiled",),
-    "torch/fused": ("compiled",),
-    "torch/probe": ("rare_situations", "hostile_checkpoints"),
-    "torch/shards": ("parallel",),
-    "torch/kernels/eager": ("kernels", "half_precision"),
-    "torch/kernels/rounding": ("half_precision",),
-    "jax/rounding": ("jax_half_precision",),
+    "tuner": ("shared/test_tuner.py",),
+    "torch/checkpoint": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
+    "torch/validation": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
+    "torch/kernels/compiled": ("torch/test_compiled.py",),
+    "torch/fused": ("torch/test_compiled.py",),
+    "torch/probe": ("torch/test_rare_situations.py", "torch/test_hostile_checkpoints.py"),
+    "torch/shards": ("torch/test_private.py", "torch/test_parallel.py"),
+    "torch/kernels/eager": ("torch/test_kernels.py",),
+    "torch/kernels/rounding": ("torch/test_rare_situations.py", "torch/test_half_precision.py"),
+    "jax/rounding": ("jax/test_half_precision.py",),
 }
-LAST = {"jax/shards": ("jax_parallel",), "jax/sums": ("jax_parallel",)}  # these take a minute
+LAST = {"jax/shards": ("jax/test_parallel.py",), "jax/sums": ("jax/test_parallel.py",)}  # these take a minute
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
 
 def tests_for(path: str) -> list[str]:
     """The test files for a source file, in the order in which they are to run."""
     name = path.removeprefix("src/mechanic/").removesuffix(".py")
-    others = JAX if name.startswith("jax/") else TORCH if name.startswith("torch/") else (*TORCH[:4], *JAX[:3])
+    torch, jax = ([f"{kind}/test_{test}.py" for test in tests] for kind, tests in (("torch", TORCH), ("jax", JAX)))
+    framework = name.partition("/")[0]
+    others = {"jax": jax, "torch": [*torch, *ORACLE]}.get(framework, [*torch[:4], *jax[:3]])
     wanted = dict.fromkeys((*FIRST.get(name, ()), *others, *LAST.get(name, ())))
-    return [f"tests/test_{test}" if "::" in test else f"tests/test_{test}.py" for test in wanted]
+    return [f"tests/{test}" for test in wanted]
 
 
 def meaning(code: str) -> str:
@@ -97,7 +100,7 @@ def sample(size: int, seed: int) -> list[tuple[str, str, int]]:
     from cosmic_ray.plugins import get_operator
 
     files = [ROOT / "src/mechanic/tuner.py"]
-    files += [path for kind in ("torch", "jax") for path in sorted((ROOT / "src/mechanic" / kind).glob("*.py"))]
+    files += [path for kind in ("torch", "jax") for path in sorted((ROOT / "src/mechanic" / kind).rglob("*.py"))]
     everything = [item.mutations[0] for item in _all_work_items(files, {})]
     random.Random(seed).shuffle(everything)
     print(f"{len(everything)} changes to {len(files)} files, {size} of them drawn with seed {seed}", flush=True)
@@ -155,7 +158,7 @@ def try_tests(home: Path, tests: list[str]) -> str:
     if child == 0:
         os.setsid()
         os.chdir(home)
-        sys.path[:0] = [str(home / "src"), str(home / "tests"), str(home)]
+        sys.path[:0] = [str(home / "src"), str(home)]
         os.environ["PYTHONPATH"] = f"{home / 'src'}{os.pathsep}{home}"
         sys.dont_write_bytecode = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mechanic.torch import Mechanic
-from task import batch, mlp, train_loss
+from tests.torch.task import batch, mlp, train_loss
 
 FACTORS = (1e-6, 1e-4, 1e-2, 1.0, 1e3)
 ROWS = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_checks import DELTA, SCALES
+from tests.campaign.torch_checks import DELTA, SCALES
 
 
 def _delta(state_dict):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-import jax_checks as checks
-from jax_setups import LABELS, Setup
 from mechanic.jax import freeze, release, scales
+from tests.campaign import jax_checks as checks
+from tests.campaign.jax_setups import LABELS, Setup
 
 seeds = st.integers(0, 1000)
 names = st.sampled_from(sorted(LABELS))

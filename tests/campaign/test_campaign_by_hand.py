@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-import jax_machine
-import torch_machine
-from campaign import run_for_minutes
-from jax_setups import SETUPS
-from torch_bases import BASES
+from tests.campaign import jax_machine, torch_machine
+from tests.campaign.campaign import run_for_minutes
+from tests.campaign.jax_setups import SETUPS
+from tests.campaign.torch_bases import BASES
 
 
 @pytest.mark.slow

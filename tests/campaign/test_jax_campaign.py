@@ -2,9 +2,9 @@
 
 import pytest
 
-from campaign import run, session_seed
-from jax_machine import machine_for
-from jax_setups import SETUPS
+from tests.campaign.campaign import run, session_seed
+from tests.campaign.jax_machine import machine_for
+from tests.campaign.jax_setups import SETUPS
 
 OPERATIONS = 500  # of every setup
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from campaign import run, session_seed
-from torch_bases import BASES
-from torch_machine import machine_for
+from tests.campaign.campaign import run, session_seed
+from tests.campaign.torch_bases import BASES
+from tests.campaign.torch_machine import machine_for
 
 OPERATIONS = 750  # of every base
 

@@ -6,10 +6,10 @@ import warnings
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine
 
-import torch_checks as checks
 from mechanic.tuner import TunerState
-from torch_bases import Base
-from torch_training import Training
+from tests.campaign import torch_checks as checks
+from tests.campaign.torch_bases import Base
+from tests.campaign.torch_training import Training
 
 REFUSALS = ValueError, TypeError, RuntimeError
 

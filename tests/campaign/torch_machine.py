@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from torch.optim import lr_scheduler
 
-import torch_checks as checks
-import torch_prediction
-from hostile_checkpoints import HOSTILE
 from mechanic.torch import Mechanic
-from torch_bases import BY_NAME, CONFIGS
-from torch_checked import BeforeFailure, CheckedMachine, tuners_of
-from torch_training import MOST_PARAMETERS, InjectedError, Training, raising, random, saved
+from tests.campaign import torch_checks as checks
+from tests.campaign import torch_prediction
+from tests.campaign.hostile_checkpoints import HOSTILE
+from tests.campaign.torch_bases import BY_NAME, CONFIGS
+from tests.campaign.torch_checked import BeforeFailure, CheckedMachine, tuners_of
+from tests.campaign.torch_training import MOST_PARAMETERS, InjectedError, Training, raising, random, saved
 
 seeds = st.integers(0, 1000)
 places = st.integers(0, MOST_PARAMETERS - 1)  # of a parameter or group, modulo how many there are

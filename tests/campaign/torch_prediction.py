@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mechanic.tuner import TunerState, delta_retention, total_scale, update
-from torch_checks import DELTA, scale_of, sizes
+from tests.campaign.torch_checks import DELTA, scale_of, sizes
 
 ROUNDING = 1e-12
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic
-from torch_bases import Base
-from torch_checks import scale_of
+from tests.campaign.torch_bases import Base
+from tests.campaign.torch_checks import scale_of
 
 GRADIENT_LIMIT = 10.0  # gradients of the loss are clipped, so that a negative learning rate cannot blow the run up
 MOST_PARAMETERS = 6

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "examples" / "frameworks"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "examples" / "frameworks"), str(ROOT)]
 
 
 def peers():
@@ -76,7 +76,7 @@ def in_lightning(cls, lr, folder):
 
 def in_accelerate(cls, lr, folder, hidden=32):
     """FSDP2 against DDP on two ranks."""
-    import parallel
+    from tests.torch import parallel
 
     name = next(name for name, (other, _) in peers().items() if other.__name__ == cls.__name__)
     parallel.on_ranks(_rank, 2, 120, str(folder), name, hidden)

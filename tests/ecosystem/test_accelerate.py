@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="has an environment of its own: make test-ecosystem")
 import accelerate_loop
-import parallel
+from tests.torch import parallel
 
 TIMEOUT = 120
 MIDDLE, END = 9, 18

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("peft", reason="has an environment of its own: make test-ecosystem")
 import lora
 from mechanic.torch import Mechanic
-from task import same_bits, snapshot
+from tests.torch.task import same_bits, snapshot
 
 
 @pytest.fixture(scope="module")

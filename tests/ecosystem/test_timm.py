@@ -20,7 +20,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 import timm_factory
 from mechanic.integrations.timm import register
 from mechanic.torch import Mechanic
-from task import mlp, same_bits, snapshot, train
+from tests.torch.task import mlp, same_bits, snapshot, train
 
 
 def test_the_factory_builds_and_trains_every_registered_name():

@@ -55,7 +55,7 @@ def _under_jit(weighted: Weighted, lists: int) -> Summing:
     """Under ``jit`` with automatic axes, only the compiler knows the layout.
 
     Without ``custom_partitioning`` XLA gathers the sharded arrays: with jax 0.10.2, 13 all-gathers for the four
-    parameters of ``tests/jax_sharded.py`` over eight devices.
+    parameters of ``tests/jax/sharded.py`` over eight devices.
     """
     sum_here = weighted(None)
     partitioned = custom_partitioning(sum_here)

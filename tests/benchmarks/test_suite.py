@@ -1,0 +1,228 @@
+"""The benchmarks measure what they say: the loop, the plan, the records, and a suite on Ray under fire."""
+
+import collections
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+from benchmarks.report import pages
+from benchmarks.suite import plan
+from benchmarks.suite.contenders import BASES, CONTENDERS
+from benchmarks.suite.loop import batches, train_plainly, training
+from benchmarks.suite.measure import evaluate, measure
+from benchmarks.suite.record import EVALUATED_AT, Run, final, run_of
+from benchmarks.suite.recordbook import RecordBook
+from benchmarks.suite.tasks import TASKS
+from mechanic.torch import Mechanic
+
+ROOT = Path(__file__).parents[2]
+needs_data = pytest.mark.skipif("MECHANIC_DATA" not in os.environ, reason="needs MECHANIC_DATA, a folder of datasets")
+
+
+@needs_data
+def test_a_baseline_through_the_harness_equals_a_plain_loop_bit_for_bit():
+    task = replace(TASKS["mlp-adult"], steps=40)
+    through_harness = train_plainly(task, functools.partial(torch.optim.AdamW, lr=1e-3), seed=1)
+
+    torch.manual_seed(1)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+    inputs, targets = task.data().train
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1))
+    for step in range(40):
+        chosen = order[step * task.batch : (step + 1) * task.batch]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+        scheduler.step()
+        # In closed form, as the task has it; torch's own recursion rounds otherwise.
+        optimizer.param_groups[0]["lr"] = 1e-3 * task.schedule((step + 1) / 40)
+    for found, expected in zip(through_harness.parameters(), model.parameters(), strict=True):
+        assert found.equal(expected)
+
+
+@needs_data
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_goes_through_the_loop(name):
+    contender = CONTENDERS[name]
+    lr = contender.lr or BASES[contender.base]
+    task = replace(TASKS["mlp-adult"], steps=60)
+    found = measure(task, contender, lr, seed=0)
+    losses = found["curve"]["train_loss"]
+    assert len(losses) == len(EVALUATED_AT)
+    assert losses[-1] < losses[0]
+    assert ("scale" in found["curve"]) == isinstance(contender.build(task.model(), task, lr), Mechanic)
+
+
+@needs_data
+def test_training_goes_the_same_way_whether_it_is_evaluated_or_not():
+    task = replace(TASKS["gpt-shakespeare-dropout0.3"], steps=8)  # what draws random numbers could be disturbed
+
+    def optimizer_of(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for _, evaluated, _ in training(task, optimizer_of, seed=0):
+        evaluate(task, evaluated)
+    undisturbed = train_plainly(task, functools.partial(torch.optim.AdamW, lr=1e-3), seed=0)
+    for found, expected in zip(evaluated.parameters(), undisturbed.parameters(), strict=True):
+        assert found.equal(expected)
+
+
+@needs_data
+def test_few_rows_are_of_every_class_and_make_a_small_batch_where_they_must():
+    few = TASKS["cnn-mnist-500"]
+    assert len(few.data().train[1].unique()) == 10
+    _, targets = next(batches(few, seed=0, rows=torch.arange(50)))
+    assert len(targets) == 50 < few.batch
+
+
+def record_of(run, loss):
+    count = len(EVALUATED_AT)
+    curve = {key: [1.0] * (count - 3) + [loss] * 3 for key in ("train_loss", "test_loss")}
+    return {**vars(run), "seconds": 1.0, "curve": curve}
+
+
+def run_to_the_end(task, contender, loss_of, seeds):
+    """Follow the plan until it needs nothing more; the runs by learning rate and seed."""
+    records = {}
+    while runs := plan.needed(task, contender, records, seeds):
+        for run in runs:
+            assert run not in records
+            records[run] = record_of(run, loss_of(run))
+    return records
+
+
+@pytest.mark.parametrize("best", [1e-7, 1e-3, 10.0])
+def test_the_grid_grows_until_its_best_is_not_at_the_edge(best):
+    task, contender = TASKS["convex-iris"], CONTENDERS["adamw"]
+
+    def loss_of(run):
+        return abs(torch.tensor(run.lr / best).log10().item()) / 10
+
+    records = run_to_the_end(task, contender, loss_of, seeds=3)
+    lrs = sorted({run.lr for run in records})
+    assert len(lrs) >= 9
+    position = min(range(len(lrs)), key=lambda index: abs(lrs[index] / best - 1))
+    assert 0 < position < len(lrs) - 1
+    seeds = collections.Counter(run.lr for run in records)
+    assert [seeds[lrs[position + offset]] for offset in (-1, 0, 1)] == [3, 3, 3]
+    assert seeds.total() == len(lrs) + 6
+
+
+def test_what_diverges_is_never_the_best():
+    task, contender = TASKS["convex-iris"], CONTENDERS["sgd"]
+    records = run_to_the_end(task, contender, lambda run: 0.5 if run.lr < 0.05 else None, seeds=1)
+    assert min(records.values(), key=final)["lr"] < 0.05
+
+
+def test_a_record_cut_off_by_a_kill_is_dropped_and_run_again(tmp_path):
+    book = RecordBook(tmp_path)
+    runs = [Run("convex-iris", "adamw", 0.1, seed) for seed in range(2)]
+    for run in runs:
+        book.add(record_of(run, 0.5))
+    path = tmp_path / "convex-iris.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert list(RecordBook(tmp_path).records) == runs[:1]
+    RecordBook(tmp_path).add(record_of(runs[1], 0.5))
+    assert list(RecordBook(tmp_path).records) == runs
+
+
+# A real suite, on Ray.
+
+
+@contextlib.contextmanager
+def suite(records, scratch):
+    environment = {**os.environ, "HOME": str(scratch), "RAY_TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}
+    environment |= {"XDG_CACHE_HOME": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "benchmarks", "--records", str(records), "run", "smoke", "--seeds", "1"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def count_records(records):
+    return sum(path.read_text().count("\n") for path in records.glob("*.jsonl"))
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def workers_of(scratch):
+    """Processes of this Ray that have run a benchmark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name = (process / "cmdline").read_bytes().split(b"\0")[0]
+            if name.startswith(b"ray::execute") and str(scratch).encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@needs_data
+def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
+    records = tmp_path / "records"
+    scratch = Path(tempfile.mkdtemp(prefix="ray"))  # the paths of sockets have to be short
+    try:
+        with suite(records, scratch) as driver:
+            wait_for(lambda: count_records(records) >= 3)
+            driver.kill()
+            driver.wait()
+        before = count_records(records)
+        wait_for(lambda: not workers_of(scratch), 60)  # they follow their driver
+
+        with suite(records, scratch) as driver:
+            wait_for(lambda: count_records(records) >= before + 3 and workers_of(scratch))
+            os.kill(workers_of(scratch)[0], signal.SIGKILL)
+            output, _ = driver.communicate(timeout=240)
+            assert driver.returncode == 0, output
+
+        book = RecordBook(records)
+        lines = [json.loads(line) for path in records.glob("*.jsonl") for line in path.read_text().splitlines()]
+        assert len(lines) == len(book.records) == len({run_of(line) for line in lines})
+        assert {run.contender for run in book.records} == {contender.name for _, contender in plan.SUITES["smoke"]}
+        for task, contender in plan.SUITES["smoke"]:
+            assert plan.needed(task, contender, book.records, seeds=1) == []
+
+        with suite(records, scratch) as driver:
+            output, _ = driver.communicate(timeout=60)
+        assert "every run is recorded" in output
+        assert count_records(records) == len(lines)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    pages.write(records, tmp_path / "report", seeds=1)
+    page = (tmp_path / "report" / "results.md").read_text()
+    assert "| convex-iris |" in page
+    for figure in ("rho", "profiles"):
+        for ending in ("svg", "png"):
+            assert (tmp_path / "report" / "figures" / f"{figure}.{ending}").stat().st_size > 5_000

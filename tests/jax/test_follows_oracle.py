@@ -1,0 +1,115 @@
+"""mechanic.jax follows Algorithm 1 written in NumPy, and mechanic.torch, on softmax regression over the digits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from mechanic.jax import mechanize, scale
+from mechanic.torch import Mechanic
+from tests.shared import oracle
+from tests.torch.oracle_task import BASES as IN_TORCH
+from tests.torch.oracle_task import CONFIGS, STEPS, gradient, rows, run_mechanic, run_oracle, start, warmup_cosine
+from tests.torch.task import digits
+
+
+def schedule(t):
+    """The same course as warmup_cosine, for a step that is traced."""
+    t = jnp.asarray(t, float)  # optax counts in int32, a quotient of which would be float32
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * (t - 30) / (STEPS - 30)))
+    return jnp.where(t < 30, (t + 1) / 30, cosine)
+
+
+BASES = {
+    "SGD": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "AdamW": functools.partial(optax.adamw, weight_decay=0.1),
+    "Lion": functools.partial(optax.lion, weight_decay=0.1),
+}
+
+
+def run_jax(base, config, dtype, *, peak=1.0, steps=STEPS, held_out=lambda t: None):
+    """``held_out`` names the batch that is observed on a step, if any."""
+    images, labels = (jnp.asarray(array.numpy()) for array in digits(torch.float64))
+    optimizer = mechanize(base(lambda t: peak * schedule(t)), config=config, peak_lr=peak, schedule=schedule)
+
+    @jax.grad
+    def gradient_of(weight, chosen):
+        logits = images[chosen].astype(dtype) @ weight.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels[chosen]).mean()
+
+    @jax.jit
+    def step(weight, state, chosen, held_out):
+        observed = None if held_out is None else gradient_of(weight, held_out)
+        updates, state = optimizer.update(gradient_of(weight, chosen), state, weight, observed=observed)
+        return optax.apply_updates(weight, updates), state
+
+    weight = jnp.asarray(start(), dtype)
+    state = optimizer.init(weight)
+    course = []
+    for t in range(steps):
+        observed = held_out(t)
+        weight, state = step(weight, state, rows(t), None if observed is None else rows(observed))
+        course.append((float(scale(state)), np.asarray(weight)))
+    return course
+
+
+def assert_close(course, expected, tolerance):
+    assert expected[-1][0] > 0
+    for (our_s, our_x), (s, x) in zip(course, expected, strict=True):
+        assert our_s == pytest.approx(s, rel=tolerance)
+        assert np.linalg.norm(our_x - x) <= tolerance * np.linalg.norm(x)
+
+
+def test_both_schedules_are_the_same():
+    with jax.enable_x64(True):
+        for t in range(STEPS):
+            assert float(schedule(jnp.int32(t))) == pytest.approx(warmup_cosine(t), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("base", "config"),
+    [*((base, "default") for base in BASES), ("SGD", "paper"), ("AdamW", "two betas"), ("Lion", "nothing forgotten")],
+)
+def test_float64_follows_the_oracle_for_300_steps(base, config):
+    ours, reference = CONFIGS[config]
+    with jax.enable_x64(True):
+        course = run_jax(BASES[base], ours, jnp.float64)
+    assert_close(course, run_oracle(IN_TORCH[base][0], reference), 1e-9)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_float64_follows_mechanic_torch_side_by_side_for_300_steps(base):
+    """At a peak of 1e-3, where dividing by the peak changes something."""
+    ours, _ = CONFIGS["default"]
+    _, in_torch, options = IN_TORCH[base]
+    with jax.enable_x64(True):
+        course = run_jax(BASES[base], ours, jnp.float64, peak=1e-3)
+    assert_close(course, run_mechanic(Mechanic, in_torch, options, ours, torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("base", ["momentum", "AdamW"])
+def test_observed_gradients_follow_the_oracle_among_steps_without(base):
+    def held_out(t):
+        return 1000 + t if t % 3 else None
+
+    reference = oracle.Oracle(IN_TORCH[base][0](warmup_cosine), start())
+    expected = []
+    for t in range(100):
+        observed = held_out(t)
+        reference.step(gradient(reference.x, t), None if observed is None else gradient(reference.x, observed))
+        expected.append((reference.scale, reference.x))
+    with jax.enable_x64(True):
+        course = run_jax(BASES[base], None, jnp.float64, steps=100, held_out=held_out)
+    assert_close(course, expected, 1e-9)
+
+
+@pytest.mark.parametrize("base", ["SGD", "AdamW"])
+def test_float32_tracks_the_scale_for_100_steps(base):
+    expected = run_oracle(IN_TORCH[base][0], {}, steps=100)
+    for (our_s, _), (s, _) in zip(run_jax(BASES[base], None, jnp.float32, steps=100), expected, strict=True):
+        assert our_s == pytest.approx(s, rel=1e-3)

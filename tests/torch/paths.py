@@ -1,0 +1,142 @@
+"""The paths that a step can take, and probes that do not change which one it takes.
+
+By default a torch optimizer that does not look at parameter values steps on Delta itself, and every other base on
+copies of the parameters. A hook on the base's step may look at the values, so a base with a hook steps on copies too: a
+test that observes the base through a hook never runs the default path. Use the probes of this module instead.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from mechanic.torch import Mechanic
+from tests.torch.bases import BASES, Base
+
+Wrap = Callable[..., Mechanic]
+
+ON_DELTA = {
+    *("SGD", "SGD momentum", "SGD fused", "Adam", "Adam fused", "RMSprop", "RMSprop momentum", "Rprop"),
+    *("AdamW", "AdamW foreach", "AdamW one by one", "AdamW fused", "AdamW amsgrad", "NAdam", "NAdamW", "RAdam"),
+    *("Adagrad", "Adagrad fused", "Adadelta", "Adamax"),
+}
+"""Names of the bases that step on Delta by default."""
+
+ONE_GRAPH = {
+    *("SGD", "SGD momentum", "SGD nesterov, weight decay", "SGD fused", "Adam", "Adam fused"),
+    *("AdamW", "AdamW foreach", "AdamW one by one", "AdamW fused"),
+}
+"""Names of the bases whose step is compiled together with Mechanic's; Mechanic never calls their ``step``."""
+
+COMPILED_AROUND = {"RAdam", "Lion"}
+"""Of the other bases one that steps on Delta and one that steps on copies: the compiled code is the same for all."""
+
+
+def by_default(base: Optimizer, **options: Any) -> Mechanic:
+    return Mechanic(base, **options)
+
+
+def on_copies(base: Optimizer, **options: Any) -> Mechanic:
+    base.register_step_post_hook(lambda *_: None)
+    return Mechanic(base, **options)
+
+
+def compiled(base: Optimizer, **options: Any) -> Mechanic:
+    return Mechanic(base, compile=True, **options)
+
+
+def paths_of(base: Base) -> list[Wrap]:
+    """The ways to wrap a base that lead to different code."""
+    return [
+        by_default,
+        *([on_copies] if base.name in ON_DELTA else []),
+        *([compiled] if base.name in ONE_GRAPH | COMPILED_AROUND else []),
+    ]
+
+
+def steps_on_delta(base: Base, wrap: Wrap) -> bool:
+    return base.name in ON_DELTA and wrap is not on_copies and not is_one_graph(base, wrap)
+
+
+def is_one_graph(base: Base, wrap: Wrap) -> bool:
+    return base.name in ONE_GRAPH and wrap is compiled
+
+
+def _cases(wanted: Callable[[Base, Wrap], bool]) -> list[Any]:
+    quiet = pytest.mark.filterwarnings("ignore:compile=True compiles around the base")
+    return [
+        pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"), marks=quiet)
+        for base in BASES
+        for wrap in paths_of(base)
+        if wanted(base, wrap)
+    ]
+
+
+three_paths = pytest.mark.parametrize("wrap", [by_default, on_copies, compiled])
+"""For tests that name a base themselves, one that is both in ON_DELTA and in ONE_GRAPH."""
+
+every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
+every_path_without_hooks = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: wrap is not on_copies))
+every_path_that_is_not_compiled = pytest.mark.parametrize(
+    ("base", "wrap"), _cases(lambda base, wrap: wrap is not compiled)
+)
+every_path_that_calls_the_base = pytest.mark.parametrize(
+    ("base", "wrap"), _cases(lambda base, wrap: not is_one_graph(base, wrap))
+)
+
+
+def every_path_of(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: base.name in names))
+
+
+@contextmanager
+def instead_of_its_step(base: Optimizer, stand_in: Callable[[Callable[[], Any]], Any]):
+    """Call ``stand_in(step)`` wherever the base is to step; ``step()`` is the base's own.
+
+    The class is patched, so the base has the type and the hooks that it had.
+    """
+    step = type(base).step
+
+    @functools.wraps(step)
+    def replaced(self: Optimizer, closure: Any = None) -> Any:
+        return stand_in(lambda: step(self)) if self is base else step(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(base), "step", replaced)
+        yield
+
+
+@contextmanager
+def failing(base: Optimizer, error: BaseException, *, share: float = 0.0):
+    """Let the base raise when it has stepped a share of its parameters: 0 is at once, 1 when it is done."""
+
+    def fail(step: Callable[[], Any]) -> None:
+        params = [p for group in base.param_groups for p in group["params"] if p.grad is not None]
+        waiting = [(p, p.grad) for p in params[round(share * len(params)) :]]
+        for p, _ in waiting:
+            p.grad = None
+        if len(waiting) < len(params):
+            step()
+        for p, grad in waiting:
+            p.grad = grad
+        raise error
+
+    with instead_of_its_step(base, fail):
+        yield
+
+
+def deltas_of(model: torch.nn.Module, optimizer: Mechanic) -> list[torch.Tensor]:
+    """Zeros where nothing has moved yet."""
+    return [optimizer.state.get(p, {}).get("mechanic_delta", torch.zeros_like(p)).clone() for p in model.parameters()]
+
+
+def assert_updated_by(updates: list[torch.Tensor], *, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    """Delta' = k Delta + u with the given updates u, and one k for all: by default 8 % are let go at most."""
+    u, old, new = (torch.cat([t.flatten() for t in tensors]) for tensors in (updates, before, after))
+    kept = torch.dot(new - u, old) / torch.dot(old, old) if old.any() else torch.ones((), dtype=old.dtype)
+    assert 0.92 - 1e-9 <= kept <= 1 + 1e-9
+    assert (new - kept * old - u).norm() <= 1e-9 * (u.norm() + old.norm())

@@ -1,0 +1,284 @@
+"""The checkpoint's contract: what is in one, what is accepted, what is refused and why."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mechanic import TunerConfig
+from mechanic.torch import Mechanic
+from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
+
+VERSION_1 = Path(__file__).parent / "data" / "checkpoint_v1.pt"
+
+
+def wrapped(model, **options):
+    return Mechanic(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+
+
+@pytest.fixture
+def trained():
+    model = mlp()
+    optimizer = wrapped(model)
+    train(model, optimizer, 5)
+    return model, optimizer
+
+
+def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
+    state_dict = trained[1].state_dict()
+    group, state = state_dict["param_groups"][0], state_dict["state"][0]
+    assert group["mechanic_format"] == 1
+    assert group["mechanic_base"] == "AdamW"
+    assert group["mechanic_row"] == 0
+    assert group["mechanic_unit"] == 1e-3
+    assert group["mechanic_tuner"].shape == (11, 5)
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "mechanic_delta"}
+    added = {key for key in group if key.startswith("mechanic_")}
+    assert all(isinstance(group[key], (int, float, str, torch.Tensor)) for key in added)
+    assert set(state_dict["state"]) == set(range(4))
+
+
+def test_a_version_1_checkpoint_loads():
+    saved = torch.load(VERSION_1, weights_only=True)
+    model = mlp(hidden=2, seed=1)
+    optimizer = wrapped(model)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert scale(optimizer) == saved["scale"] > 0
+    train(model, optimizer, 5, first=5)
+    assert scale(optimizer) == pytest.approx(saved["scale_5_steps_later"], rel=1e-4)
+
+
+def test_a_newer_format_is_refused(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    state_dict["param_groups"][0]["mechanic_format"] = 2
+    with pytest.raises(ValueError, match="mechanic_format 2, this version reads 1; upgrade"):
+        wrapped(mlp()).load_state_dict(state_dict)
+
+
+def test_the_constructors_config_wins_but_the_betas_must_match(trained):
+    optimizer = wrapped(mlp(), config={"decay": 0.5})
+    optimizer.load_state_dict(trained[1].state_dict())
+    assert optimizer.config == TunerConfig(decay=0.5)
+    other = wrapped(mlp(), config={"betas": (0.9, 0.99)})
+    with pytest.raises(
+        ValueError,
+        match=r"param_groups\[0\]\['mechanic_tuner'\] was tuned with betas \[0\.99, 0\.999, .* has \[0\.9, 0\.99\]",
+    ):
+        other.load_state_dict(trained[1].state_dict())
+
+
+def test_a_plain_checkpoint_is_a_warm_start_said_once():
+    """An AdamW run in progress continues under Mechanic, with AdamW's moments and a fresh tuner."""
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    train(model, plain, 5)
+    twin = copy.deepcopy(model)
+    optimizer = wrapped(twin)
+    with pytest.warns(UserWarning, match="fresh tuner") as said:
+        optimizer.load_state_dict(plain.state_dict())
+    assert len(said) == 1
+    assert optimizer.state[twin[0].weight]["exp_avg"].equal(plain.state[model[0].weight]["exp_avg"])
+    assert optimizer.param_groups[0]["mechanic_unit"] == 3e-4
+    assert scale(optimizer) == 0
+    train(twin, optimizer, 3, first=5)
+    assert scale(optimizer) > 0
+
+
+def test_a_warm_start_can_be_saved_and_loaded_again_at_once():
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    train(model, plain, 5)
+    optimizer = wrapped(model)
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(plain.state_dict())
+    model[0].requires_grad_(False)
+    train(model, optimizer, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_plain_checkpoint_does_not_take_the_tuners_names():
+    model = mlp()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    plain = torch.optim.AdamW(groups, lr=3e-4)
+    train(model, plain, 2)
+    named = [{**group, "tuner": name} for group, name in zip(groups, "ab", strict=True)]
+    optimizer = Mechanic(torch.optim.AdamW(named, lr=1.0))
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, 3)
+    assert list(optimizer.scales()) == ["a", "b"]
+
+
+def test_a_plain_checkpoint_without_a_learning_rate_is_refused_and_nothing_is_loaded(trained):
+    model, optimizer = trained
+    plain = torch.optim.AdamW(mlp().parameters(), lr=0.0).state_dict()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match="every learning rate is 0"):
+        optimizer.load_state_dict(plain)
+    assert same_bits(before, snapshot(model, optimizer))
+    train(model, optimizer, 1)
+
+
+def test_a_checkpoint_loads_into_parameters_of_another_dtype(trained):
+    model, optimizer = trained
+    wide = copy.deepcopy(model).double()
+    twin = wrapped(wide)
+    twin.load_state_dict(optimizer.state_dict())
+    train(wide, twin, 3, first=5)
+    assert twin.state[wide[0].weight]["mechanic_delta"].dtype == torch.float64
+    train(model, optimizer, 3, first=5)
+    assert scale(twin) == pytest.approx(scale(optimizer), rel=1e-2)
+
+
+def test_a_tuner_saved_where_there_is_no_float64_loads_where_there_is(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    group = state_dict["param_groups"][0]
+    group["mechanic_tuner"] = group["mechanic_tuner"].float()
+    model = copy.deepcopy(trained[0])
+    optimizer = wrapped(model)
+    optimizer.load_state_dict(state_dict)
+    train(model, optimizer, 2)
+    assert optimizer.param_groups[0]["mechanic_tuner"].dtype == torch.float64
+
+
+def test_a_newer_format_that_renames_its_keys_is_still_told_from_a_broken_one(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    state_dict["param_groups"][0]["mechanic_format"] = 2
+    del state_dict["param_groups"][0]["mechanic_row"]
+    with pytest.raises(ValueError, match="upgrade mechanic"):
+        wrapped(mlp()).load_state_dict(state_dict)
+
+
+def test_resume_with_one_cycle_a_late_group_and_a_frozen_layer():
+    def build():
+        model = mlp()
+        optimizer = Mechanic(torch.optim.AdamW(list(model[0].parameters()), lr=1.0))
+        optimizer.add_param_group({"params": list(model[2].parameters()), "tuner": "head"})
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-3, 1e-2], total_steps=20)
+        return model, optimizer, schedule
+
+    parts = build()
+    train(*parts[:2], 6, scheduler=parts[2])
+    parts[0][0].requires_grad_(False)
+    train(*parts[:2], 3, first=6, scheduler=parts[2])
+    twins = build()
+    for twin, state in zip(twins, [copy.deepcopy(part.state_dict()) for part in parts], strict=True):
+        twin.load_state_dict(state)
+    twins[0][0].requires_grad_(False)
+    for model, optimizer, schedule in (parts, twins):
+        train(model, optimizer, 3, first=9, scheduler=schedule)
+        model[0].requires_grad_(True)
+        train(model, optimizer, 3, first=12, scheduler=schedule)
+    assert same_bits(snapshot(*parts[:2]), snapshot(*twins[:2]))
+
+
+def test_missing_entries_are_named_and_nothing_is_loaded(trained):
+    state_dict = copy.deepcopy(trained[1].state_dict())
+    del state_dict["param_groups"][0]["mechanic_unit"]
+    del state_dict["state"][2]["mechanic_delta"]
+    model = mlp(seed=1)
+    optimizer = wrapped(model)
+    train(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=r"not param_groups\[0\]\['mechanic_unit'\], state\[2\]\['mechanic_delta'\]"):
+        optimizer.load_state_dict(state_dict)
+    assert same_bits(before, snapshot(model, optimizer))
+
+
+def test_another_number_of_groups_is_refused(trained):
+    model = mlp()
+    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]
+    with pytest.raises(ValueError, match="the checkpoint has 1 param_groups, this optimizer has 2"):
+        Mechanic(torch.optim.AdamW(groups, lr=1e-3)).load_state_dict(trained[1].state_dict())
+
+
+def test_loading_leaves_the_callers_dict_alone(trained):
+    state_dict = trained[1].state_dict()
+    wrapped(mlp()).load_state_dict(state_dict)
+    assert "mechanic_delta" in state_dict["state"][0]
+
+
+def test_delta_keeps_its_dtype_under_half_precision_parameters():
+    model = mlp(dtype=torch.bfloat16)
+    optimizer = wrapped(model)
+    train(model, optimizer, 3)
+    twin = wrapped(mlp(dtype=torch.bfloat16))
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.state[twin.param_groups[0]["params"][0]]["mechanic_delta"].dtype == torch.float32
+
+
+def test_hooks_on_saving_and_loading_see_mechanic_once(trained):
+    _, optimizer = trained
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append(opt))
+    optimizer.register_state_dict_post_hook(lambda opt, state_dict: {**state_dict, "extra": 1})
+    state_dict = optimizer.state_dict()
+    assert state_dict["extra"] == 1
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: seen.append(opt))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(opt))
+    optimizer.load_state_dict(state_dict)
+    assert seen == [optimizer] * 3
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_distributed_checkpoint_state_dicts_resume_bit_for_bit(base, flatten):
+    """torch.distributed.checkpoint's own route, in one process: it steps on zero gradients to fill the state."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = mlp()
+    optimizer = Mechanic(base(model.parameters(), lr=0.1))
+    train(model, optimizer, 5)
+    optimizer.zero_grad()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    twin_model = copy.deepcopy(model)
+    twin = Mechanic(base(twin_model.parameters(), lr=0.1))
+    set_optimizer_state_dict(twin_model, twin, saved, options=options)
+    train(model, optimizer, 5, first=5)
+    train(twin_model, twin, 5, first=5)
+    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+
+
+def test_an_uneventful_step_fills_the_state_for_a_load(trained):
+    """A zero-gradient, zero-lr step as the first step of all leaves the tuner unstarted."""
+    model = mlp()
+    optimizer = wrapped(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert scale(optimizer) == 0
+    assert optimizer.param_groups[0]["mechanic_unit"] == 1e-3
+    optimizer.param_groups[0]["lr"] = 1e-3
+    backward(model, 0)
+    optimizer.step()
+    optimizer.step()
+    assert scale(optimizer) > 0
+
+
+if __name__ == "__main__":  # how the committed checkpoint was made
+    small = mlp(hidden=2)
+    author = wrapped(small)
+    train(small, author, 5)
+    parts = copy.deepcopy({"model": small.state_dict(), "optimizer": author.state_dict(), "scale": scale(author)})
+    train(small, author, 5, first=5)
+    torch.save({**parts, "scale_5_steps_later": scale(author)}, VERSION_1)
+
+
+def test_options_about_speed_may_differ_from_those_of_the_checkpoint(trained):
+    model, optimizer = trained
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    assert state_dict["param_groups"][0]["foreach"] is None
+    state_dict["param_groups"][0]["foreach"] = True
+    state_dict["param_groups"][0]["note"] = "text where the new one has None"
+    again = wrapped(model)
+    again.param_groups[0]["note"] = None
+    again.load_state_dict(state_dict)
+    assert again.param_groups[0]["foreach"] is True
+    assert again.param_groups[0]["note"] == "text where the new one has None"

@@ -1,0 +1,30 @@
+"""What Mechanic costs in memory beyond the base: one slot that stays, one copy while it steps."""
+
+import pytest
+import torch
+
+from mechanic.torch import Mechanic
+from tests.torch.bases import BY_NAME
+from tests.torch.memory import allocations, cost
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD momentum", "SGD fused", "AdamW fused", "AdamW one by one", "Lion"])
+def test_one_slot_stays_and_one_copy_comes_and_goes(name):
+    base = BY_NAME[name]
+    bare_kept, bare_passing = cost(lambda bare: bare, base)
+    kept, passing = cost(Mechanic, base)
+    assert kept - bare_kept == pytest.approx(1, abs=0.01)
+    assert passing <= bare_passing + 1.01
+
+
+@pytest.mark.parametrize("layout", ["transposed", "complex"])
+def test_other_layouts_take_no_more(layout):
+    layouts = {"transposed": lambda values: values.T.contiguous().T, "complex": torch.view_as_complex}
+    sizes = [(700, 1000, 2)] if layout == "complex" else [(700, 1000)]
+    bytes_ = 4 * torch.Size(sizes[0]).numel()
+    p = torch.nn.Parameter(layouts[layout](torch.zeros(sizes[0])))
+    optimizer = Mechanic(torch.optim.SGD([p], lr=1.0, foreach=False))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    _, most = allocations(optimizer.step)
+    assert most / bytes_ <= 1.01

@@ -1,0 +1,202 @@
+"""What is easily done wrong is told, once, with what to do instead."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
+
+from mechanic.integrations import readings
+from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
+from tests.torch.task import backward, mlp, train
+
+
+def one_parameter(**options):
+    p = nn.Parameter(torch.ones(3))
+    return p, Mechanic(optim.AdamW([p], lr=1.0), **options)
+
+
+def step(p, optimizer, grad=1.0):
+    p.grad = torch.full_like(p, grad)
+    optimizer.step()
+
+
+# Warnings.
+
+
+def test_stepping_the_base_instead_of_mechanic_is_told_once():
+    p, optimizer = one_parameter()
+    p.grad = torch.ones(3)
+    with pytest.warns(UserWarning, match=r"step\(\) of AdamW was called directly.*call the step\(\) of the Mechanic"):
+        optimizer.base.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.base.step()
+        optimizer.step()
+
+
+def test_the_base_may_step_by_itself_once_it_is_released():
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
+    train(model, optimizer, 3)
+    train(model, optimizer.release(), 3)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_gradients_that_are_never_finite_are_told_once_and_counted(bad, skip):
+    p, optimizer = one_parameter(skip_nonfinite=skip)
+    for _ in range(9):
+        step(p, optimizer, bad)
+    with pytest.warns(UserWarning, match=r"gradients of 10 steps so far were not finite.*scaler\.step\(optimizer\)"):
+        step(p, optimizer, bad)
+    step(p, optimizer, bad)
+    assert optimizer.nonfinite_steps == 11
+    assert readings(optimizer)["mechanic/nonfinite_steps"] == 11
+    assert optimizer.skipped_steps == (11 if skip else 0)
+
+
+def test_now_and_then_a_bad_gradient_is_counted_and_not_told():
+    p, optimizer = one_parameter()
+    for t in range(60):
+        step(p, optimizer, float("nan") if t % 3 == 0 else 1.0)
+    assert optimizer.nonfinite_steps == 20
+
+
+def test_the_count_is_kept_on_the_device_and_in_the_checkpoint():
+    p, optimizer = one_parameter()
+    step(p, optimizer, float("inf"))
+    q, twin = one_parameter()
+    twin.load_state_dict(optimizer.state_dict())
+    step(q, twin, float("inf"))
+    assert twin.nonfinite_steps == 2
+
+
+def test_a_scheduler_with_a_learning_rate_of_its_own_is_told_once():
+    p, optimizer = one_parameter()
+    schedule = CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, cycle_momentum=False)
+    with pytest.warns(UserWarning, match=r"starts from a learning rate of 0\.0001, not from the 1 .*peak_lr="):
+        step(p, optimizer)
+    schedule.step()
+    step(p, optimizer)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: CosineAnnealingLR(o, 10),
+        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=10),
+        lambda o: LambdaLR(o, lambda t: (t + 1) / 10),
+    ],
+)
+def test_other_schedulers_need_no_word(schedule):
+    p, optimizer = one_parameter()
+    scheduler = schedule(optimizer)
+    for _ in range(3):
+        step(p, optimizer)
+        scheduler.step()
+
+
+def test_with_the_peak_given_a_cyclic_scheduler_needs_no_word():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(optim.AdamW([p], lr=1.0), peak_lr=1e-2)
+    CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, cycle_momentum=False)
+    step(p, optimizer)
+
+
+# The learning rate reported is that of the step that was made.
+
+
+def test_after_the_last_step_of_a_schedule_the_rate_is_that_of_the_last_step():
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=0.5))
+    schedule = LambdaLR(optimizer, lambda t: 1 - t / 10)
+    for t in range(10):
+        optimizer.zero_grad()
+        backward(model, t)
+        optimizer.step()
+        at_the_step = optimizer.learning_rates()["default"]
+        schedule.step()
+        assert optimizer.learning_rates()["default"] == at_the_step
+    assert at_the_step == pytest.approx(0.1 * optimizer.scales()["default"])
+    assert readings(optimizer)["mechanic/lr"] == at_the_step > 0
+
+
+# Messages.
+
+
+def test_parameters_where_an_optimizer_is_wanted():
+    with pytest.raises(TypeError, match=r"got generator; write Mechanic\(torch\.optim\.AdamW\(model\.parameters"):
+        Mechanic(mlp().parameters(), lr=1.0)
+
+
+def test_a_class_that_is_a_mechanic_already():
+    with pytest.raises(TypeError, match="MechanicAdamW is a Mechanic already"):
+        mechanic_class(MechanicAdamW)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf")])
+def test_a_learning_rate_that_is_no_number(lr):
+    with pytest.raises(ValueError, match="a learning rate must be a finite number"):
+        Mechanic(optim.SGD([nn.Parameter(torch.ones(3))], lr=lr))
+
+
+def test_a_parameter_that_has_changed_its_shape():
+    p, optimizer = one_parameter()
+    step(p, optimizer)
+    p.data = torch.ones(5)
+    with pytest.raises(ValueError, match=r"shape \(5,\) now, and its state 'mechanic_delta' still \(3,\)"):
+        step(p, optimizer)
+
+
+def test_parameters_built_on_the_meta_device_and_filled_later():
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    optimizer = Mechanic(optim.SGD(model.parameters(), lr=1.0))
+    for p in model.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(torch.ones(p.shape)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+    assert optimizer.scales()["default"] > 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda o: o.step(),
+        lambda o: o.scales(),
+        lambda o: o.learning_rates(),
+        lambda o: o.observe(),
+        lambda o: o.freeze(),
+        lambda o: o.release(),
+        lambda o: o.nonfinite_steps,
+        lambda o: o.load_state_dict(o.state_dict()),
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    ],
+)
+def test_a_released_mechanic_says_so(call):
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
+    train(model, optimizer, 3)
+    optimizer.release()
+    with pytest.raises(RuntimeError, match=r"this Mechanic has been released; use the optimizer that release"):
+        call(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from mechanic import Mechanic", "write `from mechanic.torch import Mechanic`, or `from mechanic.jax import"),
+        ("from mechanic import MechanicAdamW", "write `from mechanic.torch import MechanicAdamW`"),
+        ("import sys; sys.modules['torch'] = None; import mechanic.torch", 'pip install "mechanic[torch]"'),
+    ],
+)
+def test_imports_that_cannot_work_say_what_does(statement, message):
+    run = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert message in run.stderr.splitlines()[-1]

@@ -1,0 +1,275 @@
+"""Situations that few runs meet, each found where it went wrong."""
+
+import copy
+
+import pytest
+import schedulefree
+import torch
+from torch import nn, optim
+from torch.optim.lr_scheduler import LambdaLR
+
+from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
+from mechanic.torch.kernels import rounding
+from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
+
+
+def quadratic(*params):
+    return sum(((p.float() - 1.5) ** 2).sum() for p in params)
+
+
+# Learning rates.
+
+
+def test_a_linear_schedule_that_runs_past_its_end_does_what_it_does_to_a_bare_base():
+    """At a negative rate every optimizer ascends. S stays as it is, so it is no worse than at the learned rate."""
+
+    def losses(optimizer, p):
+        schedule = LambdaLR(optimizer, lambda t: 1 - t / 100)
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = ((p - 3) ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            yield loss.item()
+
+    p = nn.Parameter(torch.ones(4))
+    optimizer = Mechanic(optim.AdamW([p], lr=1.0))
+    ours, learned = [], []
+    for loss in losses(optimizer, p):
+        ours.append(loss)
+        learned.append(optimizer.scales()["default"])
+    p = nn.Parameter(torch.ones(4))
+    bare = list(losses(optim.AdamW([p], lr=learned[-1]), p))
+    assert ours[99] < 1e-5
+    assert ours[139] < 0.1
+    assert ours[199] < 2 * bare[199]
+    assert learned[100:] == [learned[100]] * 100
+    assert learned[100] > 0
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_at_a_learning_rate_of_zero_nothing_moves_also_before_anything_is_learned(weight_decay):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(optim.AdamW([p], lr=1.0, weight_decay=weight_decay))
+    p.grad = torch.zeros(3)  # no feedback, but weight decay makes Delta move
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = p.detach().clone()
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert p.equal(before)
+
+
+# Iterates of the base's own.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_that_is_not_trained_stays_where_it_is_when_the_base_goes_to_its_evaluation_point(dtype):
+    trained, frozen = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    optimizer = Mechanic(schedulefree.AdamWScheduleFree([trained, frozen], lr=1.0), own_iterates=True)
+    optimizer.train()
+    for _ in range(30):
+        optimizer.zero_grad()
+        quadratic(trained, frozen).backward()
+        optimizer.step()
+    frozen.requires_grad_(False)
+    before, moved = frozen.detach().clone(), trained.detach().clone()
+    optimizer.eval()
+    assert frozen.equal(before)
+    assert not trained.equal(moved)
+    optimizer.train()
+    assert frozen.equal(before)
+    frozen.requires_grad_(True)
+    for _ in range(10):
+        optimizer.zero_grad()
+        quadratic(trained, frozen).backward()
+        optimizer.step()
+    assert [group["params"] for group in optimizer.param_groups] == [[trained, frozen]]
+    torch.testing.assert_close(frozen.detach().float(), torch.full((3,), 1.5), rtol=0.05, atol=0)
+
+
+# Gradients.
+
+
+def negated(shape):
+    return torch.view_as_complex(torch.full((*shape, 2), torch.nan)).conj().imag
+
+
+BAD = {
+    "expanded": lambda p: torch.autograd.grad(p.sum() * torch.nan, p)[0],
+    "lazily negated": lambda p: negated(p.shape),
+    "plain": lambda p: torch.full_like(p, torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_gradients_whose_memory_cannot_be_written_are_discarded_too(name):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(optim.SGD([p], lr=1.0, momentum=0.9))
+    for t in range(20):
+        p.grad = BAD[name](p) if t == 5 else p.detach() - 3
+        optimizer.step()
+    assert p.isfinite().all()
+    assert optimizer.nonfinite_steps == 1
+    assert optimizer.scales()["default"] > 0
+
+
+@pytest.mark.parametrize("base", [optim.AdamW, optim.Adafactor], ids=["in place", "on copies"])
+def test_a_frozen_scale_still_skips_bad_gradients(base):
+    model = mlp()
+    optimizer = Mechanic(base(model.parameters(), lr=1.0), skip_nonfinite=True)
+    train(model, optimizer, 5)
+    optimizer.freeze()
+    before = snapshot(model, optimizer)
+    backward(model, 5)
+    model[2].bias.grad[0] = torch.nan
+    optimizer.step()
+    assert same_bits(before, snapshot(model, optimizer))
+    assert optimizer.skipped_steps == 1
+    train(model, optimizer, 3)
+    assert not same_bits(before, snapshot(model, optimizer))
+    assert optimizer.skipped_steps == 1
+
+
+# Parameters that are not trained.
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bfloat16])
+def test_frozen_parameters_of_any_dtype_may_stand_beside_trained_ones(dtype):
+    frozen = nn.Parameter(torch.ones(6).to(dtype), requires_grad=False)
+    p, alone = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = Mechanic(optim.AdamW([p, frozen], lr=1.0)), Mechanic(optim.AdamW([alone], lr=1.0))
+    for x, optimizer in zip((p, alone), optimizers, strict=True):
+        for _ in range(10):
+            x.grad = x.detach() - 3
+            optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.freeze()
+        x.grad = x.detach() - 3
+        optimizer.step()
+    assert p.equal(alone)
+    assert frozen.float().equal(torch.ones(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_expanded_gradients_train_as_others_do(dtype):
+    expanded, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    for p in (expanded, plain):
+        optimizer = Mechanic(optim.SGD([p], lr=1.0))
+        for _ in range(5):
+            p.grad = torch.ones((), dtype=dtype).expand(3) if p is expanded else torch.ones(3, dtype=dtype)
+            optimizer.step()
+    assert expanded.equal(plain)
+
+
+# Release.
+
+
+class Lion(optim.Optimizer):
+    """A stranger with a known name, whose step goes with the square of lr."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] ** 2 * p.grad.sign())
+
+
+class SignSGD(Lion):
+    """A stranger whose step is proportional to lr."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+
+def test_whether_a_stranger_can_be_released_is_measured_not_read_off_its_name():
+    for cls in (Lion, SignSGD):
+        p = nn.Parameter(torch.ones(3))
+        optimizer = Mechanic(cls([p], lr=0.5))
+        for _ in range(10):
+            p.grad = p.detach() - 3
+            optimizer.step()
+        if cls is Lion:
+            with pytest.raises(TypeError, match="not known to be proportional to lr"):
+                optimizer.release()
+            optimizer.freeze()
+            p.grad = p.detach() - 3
+            optimizer.step()
+        else:
+            rate = optimizer.learning_rates()["default"]
+            assert optimizer.release().param_groups[0]["lr"] == pytest.approx(rate)
+
+
+# Groups.
+
+
+def test_names_that_groups_get_and_names_that_they_are_given_do_not_meet():
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = Mechanic(optim.SGD([{"params": [first]}, {"params": [second], "tuner": "0"}], lr=1.0), per_group=True)
+    assert list(optimizer.scales()) == ["group 0", "0"]
+    assert [group["mechanic_row"] for group in optimizer.param_groups] == [0, 1]
+    groups = [{"params": [first]}, {"params": [second], "tuner": "group 0"}]
+    with pytest.raises(ValueError, match="a group names the tuner 'group 0'"):
+        Mechanic(optim.SGD(groups, lr=1.0), per_group=True)
+
+
+# Small things.
+
+
+def test_hooks_on_loading_get_a_dict_of_their_own():
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
+    train(model, optimizer, 2)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.update(extra=1))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert "extra" not in saved
+
+
+def test_a_class_is_made_once_however_it_is_asked_for():
+    assert mechanic_class(base_class=optim.RAdam) is mechanic_class(optim.RAdam)
+    assert mechanic_class(base_class=optim.AdamW) is mechanic_class(optim.AdamW) is MechanicAdamW
+
+
+def test_the_classes_take_all_that_mechanic_takes():
+    optimizer = MechanicAdamW([nn.Parameter(torch.ones(2))], lr=1.0, peak_lr=0.5, process_group=None)
+    assert optimizer.param_groups[0]["mechanic_unit"] == 0.5
+
+
+@pytest.mark.parametrize(("has_fp64", "dtype"), [(True, torch.float64), (False, torch.float32)])
+def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, monkeypatch):
+    properties = type("Properties", (), {"has_fp64": has_fp64})
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    rounding._has_float64.cache_clear()
+    assert rounding.tuner_dtype(torch.device("xpu")) == dtype
+    rounding._has_float64.cache_clear()
+
+
+def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():
+    """A residual that rounds up to half of the last bit would pass for somebody's write, and be dropped."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(100_000, generator=generator).to(torch.bfloat16)
+    residual = torch.zeros_like(p)
+    value = p.float() * (1 + 2.0**-8 * torch.rand(p.shape, generator=generator))
+    rounding.store_rounded([value.clone()], [p], [residual])
+    (read,) = rounding.values_of([p], [residual])
+    lost = (read == p.float()) & (value != p.float())
+    assert not lost.any()
+    torch.testing.assert_close(read, value, rtol=2.0**-15, atol=0)
+
+
+def test_the_scale_is_not_dropped_by_a_deepcopy():
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
+    train(model, optimizer, 5)
+    assert scale(copy.deepcopy(optimizer)) == scale(optimizer)
