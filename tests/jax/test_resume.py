@@ -45,7 +45,7 @@ def through_pickle(run, folder):
 
 
 def through_numpy(run, folder):
-    """Leaf by leaf; the structure is that of a new optimizer's state."""
+    """Leaf by leaf, as raw bytes."""
     leaves, structure = jax.tree.flatten(run)
     for i, leaf in enumerate(leaves):
         (folder / f"{i}").write_bytes(np.asarray(leaf).tobytes())
