@@ -1,4 +1,4 @@
-"""Does it really match a tuned learning rate? What measures and reports it; never shipped.
+"""The benchmarks, which are not part of the package: does Mechanic match a tuned learning rate?
 
 ``python -m benchmarks run cpu`` measures, ``python -m benchmarks report`` reads what was measured.
 

@@ -1,4 +1,4 @@
-"""The benchmarks' datasets from their public sources, for whoever has no local folder of them (``MECHANIC_DATA``).
+"""Downloads the datasets from their public sources, where no local folder of them (``MECHANIC_DATA``) is set.
 
 A file is downloaded once, to the folder "mechanic-benchmarks" in ``$XDG_CACHE_HOME`` or ``~/.cache``, and checked by
 checksum on every use. Where none is known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from benchmarks.failures.task import (
     keeps_up_with_undisturbed,
     loss_on,
     same_bits,
+    same_bits_as_undisturbed,
     undisturbed_values,
 )
 from benchmarks.failures.verdicts import REFUSED, WRONG, Outcome, is_refusal, outcome_of, text_of, theme, worst
@@ -38,6 +40,11 @@ REFUSES = (
 )
 
 
+def _saved(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of the state dicts of the model and of the optimizer."""
+    return copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+
+
 def _resumed(contender: Contender, model: dict[str, Any], optimizer: dict[str, Any]) -> Training:
     """A new model and optimizer, loaded."""
     training = Training(contender)
@@ -47,15 +54,12 @@ def _resumed(contender: Contender, model: dict[str, Any], optimizer: dict[str, A
 
 
 def _continued(contender: Contender, training: Training) -> Outcome:
-    training.run(END - SAVED_AT, first=SAVED_AT)
-    return same_bits(training.values(), undisturbed_values(contender.key, END))
+    return same_bits_as_undisturbed(training.run(END - SAVED_AT, first=SAVED_AT), contender, END)
 
 
 @situation("state_dict round trip", "A new optimizer loads a copy of the state dict and continues.", SAME_BITS)
 def round_trip(contender: Contender) -> Outcome:
-    former = Training(contender).run(SAVED_AT)
-    saved = copy.deepcopy((former.model.state_dict(), former.optimizer.state_dict()))
-    return _continued(contender, _resumed(contender, *saved))
+    return _continued(contender, _resumed(contender, *_saved(Training(contender).run(SAVED_AT))))
 
 
 @situation(
@@ -87,8 +91,7 @@ def mid_accumulation(contender: Contender) -> Outcome:
             for part, (inputs, targets) in enumerate(parts(step)):
                 if interrupted and (step, part) == (SAVED_AT, 2):
                     gradients = [p.grad.clone() for p in training.params()]
-                    saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-                    training = _resumed(contender, *saved)
+                    training = _resumed(contender, *_saved(training))
                     for p, gradient in zip(training.params(), gradients, strict=True):
                         p.grad = gradient
                 (loss_on(training.model, inputs, targets) / 4).backward()
@@ -109,8 +112,7 @@ def under_a_scheduler(contender: Contender) -> Outcome:
         scheduler = lr_scheduler.CosineAnnealingLR(training.optimizer, T_max=END)
         for step in range(END):
             if interrupted and step == SAVED_AT:
-                saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-                state = scheduler.state_dict()
+                saved, state = _saved(training), scheduler.state_dict()
                 training = Training(contender)
                 scheduler = lr_scheduler.CosineAnnealingLR(training.optimizer, T_max=END)
                 training.model.load_state_dict(saved[0])
@@ -186,14 +188,23 @@ def _loading(
     return keeps_up_with_undisturbed(training.run(STEPS - SAVED_AT, first=SAVED_AT), contender)
 
 
-def _tensors(contender: Contender, least_dim: int) -> Iterator[tuple[str, dict[str, Any], dict[Any, Any]]]:
-    """Every tensor of the first parameter's state and of the first group: name, its state dict, its container."""
+def _loading_each(
+    contender: Contender,
+    spoil: Callable[[dict[str, Any], str], None],
+    refusal: str,
+    least_dim: int = 0,
+    parts: tuple[str, ...] = ("state", "param_groups"),
+) -> Outcome:
+    """Load a checkpoint in which one tensor of the first parameter or group is spoiled; the worst tensor counts."""
     saved = Training(contender).run(SAVED_AT).optimizer.state_dict()
-    for part, index in (("state", 0), ("param_groups", 0)):
-        for name, value in saved[part][index].items():
+    outcomes = {}
+    for part in parts:
+        for name, value in saved[part][0].items():
             if torch.is_tensor(value) and value.is_floating_point() and value.dim() >= least_dim:
-                state_dict = copy.deepcopy(saved)
-                yield name, state_dict, state_dict[part][index]
+                spoiled = copy.deepcopy(saved)
+                spoil(spoiled[part][0], name)
+                outcomes[name] = _loading(contender, spoiled, refusal)
+    return worst(outcomes)
 
 
 @situation(
@@ -203,12 +214,11 @@ def _tensors(contender: Contender, least_dim: int) -> Iterator[tuple[str, dict[s
     NAN,
 )
 def with_nan(contender: Contender) -> Outcome:
-    outcomes = {}
-    for name, state_dict, container in _tensors(contender, least_dim=0):
-        container[name] = container[name].clone()
-        container[name].view(-1)[0] = float("nan")
-        outcomes[name] = _loading(contender, state_dict, NAN)
-    return worst(outcomes)
+    def put_nan(entries: dict[str, Any], name: str) -> None:
+        entries[name] = entries[name].clone()
+        entries[name].view(-1)[0] = float("nan")
+
+    return _loading_each(contender, put_nan, NAN)
 
 
 @situation(
@@ -218,11 +228,10 @@ def with_nan(contender: Contender) -> Outcome:
     SHAPE,
 )
 def with_wrong_shape(contender: Contender) -> Outcome:
-    outcomes = {}
-    for name, state_dict, container in _tensors(contender, least_dim=1):
-        container[name] = torch.cat([container[name], container[name]])
-        outcomes[name] = _loading(contender, state_dict, SHAPE)
-    return worst(outcomes)
+    def double_rows(entries: dict[str, Any], name: str) -> None:
+        entries[name] = torch.cat([entries[name], entries[name]])
+
+    return _loading_each(contender, double_rows, SHAPE, least_dim=1)
 
 
 @situation(
@@ -232,12 +241,15 @@ def with_wrong_shape(contender: Contender) -> Outcome:
     ENTRY,
 )
 def with_missing_entry(contender: Contender) -> Outcome:
-    outcomes = {}
-    for name, state_dict, container in _tensors(contender, least_dim=0):
-        if container is state_dict["state"][0]:
-            del container[name]
-            outcomes[name] = _loading(contender, state_dict, ENTRY)
-    return worst(outcomes)
+    return _loading_each(contender, operator.delitem, ENTRY, parts=("state",))
+
+
+def _loading_from(contender: Contender, make: Callable[..., torch.optim.Optimizer], **options: Any) -> Outcome:
+    """Load what another optimizer has saved."""
+    other = Training(contender)
+    other.optimizer = make(other.model.parameters(), lr=contender.lr, **options)
+    state_dict = other.run(SAVED_AT).optimizer.state_dict()
+    return _loading(contender, copy.deepcopy(state_dict), OTHER)
 
 
 @situation(
@@ -248,10 +260,7 @@ def with_missing_entry(contender: Contender) -> Outcome:
 )
 def of_another_base(contender: Contender) -> Outcome:
     make: Any = torch.optim.SGD if contender.with_base is None else contender.with_base(torch.optim.SGD)
-    other = Training(contender)
-    other.optimizer = make(other.model.parameters(), lr=contender.lr, momentum=0.9)
-    state_dict = other.run(SAVED_AT).optimizer.state_dict()
-    return _loading(contender, copy.deepcopy(state_dict), OTHER)
+    return _loading_from(contender, make, momentum=0.9)
 
 
 @situation(
@@ -261,10 +270,7 @@ def of_another_base(contender: Contender) -> Outcome:
     OTHER,
 )
 def of_adamw(contender: Contender) -> Outcome:
-    other = Training(contender)
-    other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=contender.lr)
-    state_dict = other.run(SAVED_AT).optimizer.state_dict()
-    return _loading(contender, copy.deepcopy(state_dict), OTHER)
+    return _loading_from(contender, torch.optim.AdamW)
 
 
 def _by_shape(model: Any) -> list[dict[str, Any]]:

@@ -9,18 +9,20 @@ from torch import nn
 
 from benchmarks.failures.contenders import Contender
 from benchmarks.failures.task import (
+    HALVED,
     KEEPS_UP,
     SAME_BITS,
     STEPS,
     Hook,
     Training,
     batch,
+    halved,
     is_finite,
-    keeps_up,
+    keeps_up_with_model,
     keeps_up_with_undisturbed,
+    largest_difference,
     network,
-    same_bits,
-    undisturbed_values,
+    same_bits_as_undisturbed,
 )
 from benchmarks.failures.verdicts import Outcome, right_if, theme
 
@@ -47,13 +49,12 @@ def _after_filling(contender: Contender, value: float, steps: range) -> Outcome:
 @situation(
     "nothing goes wrong",
     "The plain run of 400 steps that others are compared with.",
-    "Parameters are finite and the loss is at most half of what it was at the start.",
+    HALVED,
 )
 def plain(contender: Contender) -> Outcome:
     training = Training(contender)
-    start = training.loss()
-    loss = training.run().loss()
-    return right_if(is_finite(training.values()) and loss <= start / 2, f"loss {start:.3g} to {loss:.3g}")
+    start, end = training.loss(), training.run().loss()
+    return halved(start, end, training.values())
 
 
 @situation("inf gradient, once", "All gradients of one step are inf.", KEEPS_UP, NOT_FINITE)
@@ -206,9 +207,7 @@ class _Lookup(nn.Module):
     r"sparse|dense",
 )
 def sparse(contender: Contender) -> Outcome:
-    dense = Training(contender, _Lookup(sparse=False))
-    start, expected = dense.loss(), dense.run().loss()
-    return keeps_up(Training(contender, _Lookup(sparse=True)).run(), start, expected)
+    return keeps_up_with_model(contender, _Lookup(sparse=True), reference=_Lookup(sparse=False))
 
 
 @situation(
@@ -226,7 +225,7 @@ def expanded(contender: Contender) -> Outcome:
             training.optimizer.step()
         return training.values()
 
-    distance = max((a - b).abs().max().item() for a, b in zip(train(True), train(False), strict=True))
+    distance = largest_difference(train(True), train(False))
     return right_if(distance <= 1e-6, f"off by {distance:.2g}")
 
 
@@ -292,7 +291,7 @@ def forgotten_zero_grad(contender: Contender) -> Outcome:
 def without_gradients(contender: Contender) -> Outcome:
     training = Training(contender)
     training.optimizer.step()
-    return same_bits(training.run(100).values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(training.run(100), contender)
 
 
 @situation("zero_grad(set_to_none=False)", "Gradients are filled with zeros, not removed.", SAME_BITS)
@@ -302,7 +301,7 @@ def filled_with_zeros(contender: Contender) -> Outcome:
         training.optimizer.zero_grad(set_to_none=False)
         training.backward(step)
         training.optimizer.step()
-    return same_bits(training.values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(training, contender)
 
 
 @situation(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from benchmarks.failures.task import (
     Training,
     batch,
     keeps_up_with_undisturbed,
+    largest_difference,
     loss_on,
     network,
     same_bits,
+    same_bits_as_undisturbed,
     undisturbed_values,
 )
 from benchmarks.failures.verdicts import NotApplicable, Outcome, right_if, theme, worst
@@ -26,20 +30,25 @@ from benchmarks.failures.verdicts import NotApplicable, Outcome, right_if, theme
 situation = theme("Training loops")
 
 
-@situation("closure", "step(closure) computes the loss and the gradients.", SAME_BITS, "closure")
-def closure(contender: Contender) -> Outcome:
+def _with_closures(contender: Contender, mode: Callable[[], AbstractContextManager[Any]]) -> Outcome:
+    """Every step gets a closure, which runs in this mode."""
     training = Training(contender)
     for step in range(100):
 
         def compute(step: int = step) -> torch.Tensor:
-            with torch.enable_grad():
+            with mode():
                 training.optimizer.zero_grad()
                 loss = loss_on(training.model, *batch(step))
                 loss.backward()
                 return loss
 
         training.optimizer.step(compute)
-    return same_bits(training.values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(training, contender)
+
+
+@situation("closure", "step(closure) computes the loss and the gradients.", SAME_BITS, "closure")
+def closure(contender: Contender) -> Outcome:
+    return _with_closures(contender, torch.enable_grad)
 
 
 @situation(
@@ -49,17 +58,7 @@ def closure(contender: Contender) -> Outcome:
     "closure",
 )
 def plain_closure(contender: Contender) -> Outcome:
-    training = Training(contender)
-    for step in range(100):
-
-        def compute(step: int = step) -> torch.Tensor:
-            training.optimizer.zero_grad()
-            loss = loss_on(training.model, *batch(step))
-            loss.backward()
-            return loss
-
-        training.optimizer.step(compute)
-    return same_bits(training.values(), undisturbed_values(contender.key, 100))
+    return _with_closures(contender, nullcontext)
 
 
 @situation(
@@ -114,8 +113,7 @@ def frozen(contender: Contender) -> Outcome:
 @situation("empty group", "One of two groups holds no parameters.", SAME_BITS, r"empty|no param")
 def empty_group(contender: Contender) -> Outcome:
     groups: Any = lambda model: [{"params": list(model.parameters())}, {"params": []}]  # noqa: E731
-    training = Training(contender, groups=groups).run(100)
-    return same_bits(training.values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(Training(contender, groups=groups).run(100), contender)
 
 
 @situation(
@@ -161,6 +159,13 @@ def compiled(contender: Contender) -> Outcome:
     return keeps_up_with_undisturbed(training, contender)
 
 
+def _with_two_modes(contender: Contender) -> Training:
+    training = Training(contender)
+    if not hasattr(training.optimizer, "eval"):
+        raise NotApplicable("has no train() and eval()")
+    return training
+
+
 @situation(
     "train() and eval() by turns",
     "Every 20 steps the optimizer is switched to evaluation and back.",
@@ -168,17 +173,14 @@ def compiled(contender: Contender) -> Outcome:
     r"eval|train",
 )
 def switched(contender: Contender) -> Outcome:
-    training = Training(contender)
-    if not hasattr(training.optimizer, "eval"):
-        raise NotApplicable("has no train() and eval()")
+    training = _with_two_modes(contender)
 
     def switch(step: int) -> None:
         if step % 20 == 19:
             training.loss()
 
     found = training.run(100, after_step=switch).values()
-    expected = undisturbed_values(contender.key, 100)
-    distance = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    distance = largest_difference(found, undisturbed_values(contender.key, 100))
     return right_if(distance <= 1e-4, f"off by {distance:.2g}")
 
 
@@ -189,9 +191,7 @@ def switched(contender: Contender) -> Outcome:
     r"train",
 )
 def forgotten_train(contender: Contender) -> Outcome:
-    training = Training(contender)
-    if not hasattr(training.optimizer, "eval"):
-        raise NotApplicable("has no train() and eval()")
+    training = _with_two_modes(contender)
     training.run(200)
     training.switch(training=False)
     return keeps_up_with_undisturbed(training.run(200, first=200), contender)
@@ -247,7 +247,7 @@ def _fail_and_retry(contender: Contender, at: float) -> Outcome:
         pass
     else:
         raise AssertionError("no error was injected")
-    moved = max((a - b).abs().max().item() for a, b in zip(training.values(), before, strict=True))
+    moved = largest_difference(training.values(), before)
     if not moved <= 1e-6:
         return right_if(False, f"after the error parameters are off by up to {moved:.2g}")
     training.optimizer.step()
@@ -285,4 +285,4 @@ def nothing_to_do(contender: Contender) -> Outcome:
     training.optimizer.zero_grad()
     for _ in range(10):
         training.optimizer.step()
-    return same_bits(training.run(50, first=50).values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(training.run(50, first=50), contender)

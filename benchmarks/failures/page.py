@@ -1,4 +1,4 @@
-"""docs/failures.md, made from the records."""
+"""Makes docs/failures.md from the records."""
 
 from __future__ import annotations
 

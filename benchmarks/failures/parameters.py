@@ -7,28 +7,24 @@ from torch import Tensor, nn
 
 from benchmarks.failures.contenders import Contender
 from benchmarks.failures.task import (
+    HALVED,
     KEEPS_UP,
     SAME_BITS,
     SHARE,
     STEPS,
     Training,
     batch,
+    halved,
     is_finite,
-    keeps_up,
+    keeps_up_with_model,
     keeps_up_with_undisturbed,
     network,
     same_bits,
-    undisturbed_values,
+    same_bits_as_undisturbed,
 )
 from benchmarks.failures.verdicts import Outcome, right_if, theme
 
 situation = theme("Parameters")
-HALVED = "Parameters are finite and the loss is at most half of what it was at the start."
-
-
-def _halved(losses: tuple[float, float], tensors: list[Tensor]) -> Outcome:
-    start, end = losses
-    return right_if(is_finite(tensors) and end <= start / 2, f"loss {start:.3g} to {end:.3g}")
 
 
 class _FarFromZero(nn.Module):
@@ -112,8 +108,8 @@ class _LowRank(nn.Module):
 
 def _fit(contender: Contender, model: nn.Module) -> Outcome:
     training = Training(contender, model, groups=lambda model: [p for p in model.parameters() if p.requires_grad])
-    start = training.loss()
-    return _halved((start, training.run().loss()), training.values())
+    start, end = training.loss(), training.run().loss()
+    return halved(start, end, training.values())
 
 
 @situation("LoRA: B starts at zero", "Low-rank matrices beside a frozen layer, one of them zero at first.", HALVED)
@@ -211,10 +207,8 @@ class _Images(nn.Module):
     r"contiguous|stride|memory_format",
 )
 def channels_last(contender: Contender) -> Outcome:
-    contiguous = Training(contender, _Images())
-    start, expected = contiguous.loss(), contiguous.run().loss()
     model = _Images().to(memory_format=torch.channels_last)
-    return keeps_up(Training(contender, model).run(), start, expected)
+    return keeps_up_with_model(contender, model, reference=_Images())
 
 
 class _Twice(nn.Module):
@@ -302,7 +296,7 @@ def clamped(contender: Contender) -> Outcome:
             p.clamp_(-0.3, 0.3)
 
     training.run(after_step=clamp)
-    return _halved((start, training.loss()), training.values())
+    return halved(start, training.loss(), training.values())
 
 
 @situation("EMA swap", "Every 20 steps an average of the weights is swapped in, and out again.", SAME_BITS)
@@ -321,4 +315,4 @@ def swapped(contender: Contender) -> Outcome:
             for value, p in zip(kept, training.params(), strict=True):
                 p.copy_(value)
 
-    return same_bits(training.run(100, after_step=swap).values(), undisturbed_values(contender.key, 100))
+    return same_bits_as_undisturbed(training.run(100, after_step=swap), contender)

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: ``python -m benchmarks.failures.processes JOB CONTENDER FOLDER RANK RANKS``."""
+"""Runs jobs in processes of their own: ``python -m benchmarks.failures.processes JOB CONTENDER FOLDER RANK RANKS``."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Sized(nn.Module):
         return outputs * self.gain.repeat(outputs.shape[-1] // len(self.gain))
 
 
-def train_sized(contender: Contender, model: nn.Module, **options: Any) -> None:
-    _steps(model, contender.build(model.parameters(), **options), range(STEPS))
+def train_sized(contender: Contender, model: nn.Module) -> None:
+    _steps(model, contender.build(model.parameters()), range(STEPS))
 
 
 def _steps(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -148,7 +148,7 @@ def ddp(contender: Contender, folder: Path) -> list[Tensor]:
     return whole(model)
 
 
-def _sharded(even: bool) -> nn.Module:
+def _sharded(contender: Contender, even: bool) -> tuple[nn.Module, Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -156,19 +156,21 @@ def _sharded(even: bool) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model
+    return model, contender.build(model.parameters(), **dict(contender.options_where_sharded))
+
+
+def _train_sharded(contender: Contender, even: bool) -> list[Tensor]:
+    model, optimizer = _sharded(contender, even)
+    _steps(model, optimizer, range(STEPS))
+    return whole(model)
 
 
 def fsdp2_even(contender: Contender, folder: Path) -> list[Tensor]:
-    model = _sharded(even=True)
-    train_sized(contender, model, **dict(contender.options_where_sharded))
-    return whole(model)
+    return _train_sharded(contender, even=True)
 
 
 def fsdp2_uneven(contender: Contender, folder: Path) -> list[Tensor]:
-    model = _sharded(even=False)
-    train_sized(contender, model, **dict(contender.options_where_sharded))
-    return whole(model)
+    return _train_sharded(contender, even=False)
 
 
 def fsdp2_save(contender: Contender, folder: Path) -> list[Tensor]:
@@ -176,8 +178,7 @@ def fsdp2_save(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model = _sharded(even=True)
-    optimizer = contender.build(model.parameters(), **dict(contender.options_where_sharded))
+    model, optimizer = _sharded(contender, even=True)
     _steps(model, optimizer, range(STEPS // 2))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "saved")
@@ -189,8 +190,7 @@ def fsdp2_resume(contender: Contender, folder: Path) -> list[Tensor]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = _sharded(even=True)
-    optimizer = contender.build(model.parameters(), **dict(contender.options_where_sharded))
+    model, optimizer = _sharded(contender, even=True)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     checkpoint.load(state, checkpoint_id=folder / "saved")

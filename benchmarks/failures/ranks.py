@@ -1,4 +1,4 @@
-"""Training on several processes, against one."""
+"""Training on several processes, compared with one."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def _on_two_ranks(contender: Contender, job: str) -> list[Tensor]:
     return result
 
 
+def _as_alone(contender: Contender, job: str, even: bool) -> Outcome:
+    """Whether a job on two ranks ends where one process does."""
+    return _close(_on_two_ranks(contender, job), _alone(contender.key, even), even)
+
+
 @situation("DDP", "Two ranks with half of the batch each.", f"{CLOSE} one process.", seconds=240.0)
 def ddp(contender: Contender) -> Outcome:
-    return _close(_on_two_ranks(contender, "ddp"), _alone(contender.key, even=False), even=False)
+    return _as_alone(contender, "ddp", even=False)
 
 
 @situation(
@@ -52,7 +57,7 @@ def ddp(contender: Contender) -> Outcome:
     seconds=240.0,
 )
 def fsdp2_even(contender: Contender) -> Outcome:
-    return _close(_on_two_ranks(contender, "fsdp2_even"), _alone(contender.key, even=True), even=True)
+    return _as_alone(contender, "fsdp2_even", even=True)
 
 
 @situation(
@@ -63,7 +68,7 @@ def fsdp2_even(contender: Contender) -> Outcome:
     seconds=240.0,
 )
 def fsdp2_uneven(contender: Contender) -> Outcome:
-    return _close(_on_two_ranks(contender, "fsdp2_uneven"), _alone(contender.key, even=False), even=False)
+    return _as_alone(contender, "fsdp2_uneven", even=False)
 
 
 @situation(

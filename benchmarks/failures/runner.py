@@ -1,4 +1,4 @@
-"""Run cells in a process that may die or hang, and keep the records."""
+"""Runs cells in a process that may die or hang, and keeps the records."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from benchmarks.failures.contenders import Contender
-from benchmarks.failures.task import KEEPS_UP, STEPS, Training, keeps_up_with_undisturbed
+from benchmarks.failures.task import KEEPS_UP, STEPS, Training, keeps_up_with_undisturbed, largest_difference
 from benchmarks.failures.verdicts import Outcome, right_if, theme
 
 situation = theme("Learning rates")
@@ -38,7 +38,7 @@ def zero(contender: Contender) -> Outcome:
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0
     after = training.run(10, first=100).values()
-    moved = max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
+    moved = largest_difference(after, before)
     return right_if(moved == 0.0, f"moved by up to {moved:.2g}")
 
 

@@ -18,6 +18,7 @@ STEPS = 400
 SHARE = 2 / 3  # of the fall in loss of the undisturbed run
 KEEPS_UP = "Keeps up with the undisturbed run."
 SAME_BITS = "Parameters are bitwise those of the undisturbed run."
+HALVED = "Parameters are finite and the loss is at most half of what it was at the start."
 
 Hook = Callable[[int], None]
 
@@ -127,8 +128,26 @@ def keeps_up_with_undisturbed(training: Training, contender: Contender, steps: i
     return keeps_up(training, *undisturbed(contender.key, steps))
 
 
+def keeps_up_with_model(contender: Contender, model: nn.Module, reference: nn.Module) -> Outcome:
+    """Train both models; the run of the reference is the undisturbed one."""
+    undisturbed_run = Training(contender, reference)
+    start, expected = undisturbed_run.loss(), undisturbed_run.run().loss()
+    return keeps_up(Training(contender, model).run(), start, expected)
+
+
+def halved(start: float, end: float, tensors: list[Tensor]) -> Outcome:
+    return right_if(is_finite(tensors) and end <= start / 2, f"loss {start:.3g} to {end:.3g}")
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
 def same_bits(found: list[Tensor], expected: list[Tensor]) -> Outcome:
-    pairs = list(zip(found, expected, strict=True))
-    if all(torch.equal(a, b) for a, b in pairs):
+    if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
         return right_if(True, "bitwise the same")
-    return right_if(False, f"parameters are off by up to {max((a - b).abs().max().item() for a, b in pairs):.2g}")
+    return right_if(False, f"parameters are off by up to {largest_difference(found, expected):.2g}")
+
+
+def same_bits_as_undisturbed(training: Training, contender: Contender, steps: int = 100) -> Outcome:
+    return same_bits(training.values(), undisturbed_values(contender.key, steps))

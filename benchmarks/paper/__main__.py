@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node N -m benchmarks.paper RECIPE``."""
+"""Starts a recipe: ``torchrun --nproc-per-node N -m benchmarks.paper RECIPE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose steps are timed, against which bare base, and on which tensors."""
+"""The optimizers whose steps are timed, the bare base of each, and the sizes of the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who competes: bases over a grid of learning rates, ours around them, and the peers as their authors advise."""
+"""The optimizers that are compared: tuned bases, ours around the bases, and the peers as their authors advise."""
 
 from __future__ import annotations
 

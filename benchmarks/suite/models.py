@@ -1,4 +1,4 @@
-"""The networks of the cpu-sized tasks."""
+"""The networks of the tasks, small enough for a CPU."""
 
 from __future__ import annotations
 

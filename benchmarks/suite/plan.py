@@ -1,4 +1,4 @@
-"""Which runs a suite still needs, given the records: a pure function, so that resuming is nothing special."""
+"""Which runs a suite still needs, from the records alone, so that a stopped suite continues where it was."""
 
 from __future__ import annotations
 

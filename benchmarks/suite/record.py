@@ -1,4 +1,4 @@
-"""What identifies a run, and what its record says."""
+"""A run, its final loss by its record, and the versions a record has."""
 
 from __future__ import annotations
 

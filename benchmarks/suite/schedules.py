@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor on the learning rate, after this share of the steps."""
+"""Schedules: the factor on the learning rate as a function of the share of the steps that is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task is: data, model, steps and schedule of one training run, and what the model is asked."""
+"""A task: data, model, steps and schedule of one training run, and how a batch becomes inputs and targets."""
 
 from __future__ import annotations
 
