@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import pytest
 import pytorch_optimizer
 import torch
 
 from mechanic import TunerConfig
 from tests.shared import oracle
+from tests.torch.paths import by_default, compiled, on_copies
 from tests.torch.task import digits, scale
 
 STEPS = 300
@@ -21,6 +23,15 @@ BASES = {
         {"weight_decay": 0.1, "weight_decouple": True},
     ),
 }
+every_base_and_path = pytest.mark.parametrize(
+    ("base", "wrap"),
+    [
+        pytest.param(base, wrap, marks=pytest.mark.filterwarnings("ignore:compile=True compiles around the base"))
+        for base in BASES
+        for wrap in (by_default, on_copies, compiled)
+        if base != "Lion" or wrap is not on_copies  # which it steps on by default
+    ],
+)
 CONFIGS = {
     "default": (TunerConfig(), {}),
     "paper": (

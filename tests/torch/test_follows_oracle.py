@@ -1,97 +1,11 @@
 """Mechanic follows Algorithm 1 written in NumPy, on softmax regression over the digits."""
 
-import math
-
 import numpy as np
 import pytest
-import pytorch_optimizer
 import torch
 
 from mechanic import TunerConfig
-from tests.shared import oracle
-from tests.torch.paths import by_default, compiled, on_copies
-from tests.torch.task import digits, scale
-
-STEPS = 300
-BASES = {
-    "SGD": (lambda lr: oracle.SGD(lr), torch.optim.SGD, {}),
-    "momentum": (lambda lr: oracle.SGD(lr, momentum=0.9), torch.optim.SGD, {"momentum": 0.9}),
-    "AdamW": (lambda lr: oracle.AdamW(lr, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
-    "Lion": (
-        lambda lr: oracle.Lion(lr, weight_decay=0.1),
-        pytorch_optimizer.Lion,
-        {"weight_decay": 0.1, "weight_decouple": True},
-    ),
-}
-every_base_and_path = pytest.mark.parametrize(
-    ("base", "wrap"),
-    [
-        pytest.param(base, wrap, marks=pytest.mark.filterwarnings("ignore:compile=True compiles around the base"))
-        for base in BASES
-        for wrap in (by_default, on_copies, compiled)
-        if base != "Lion" or wrap is not on_copies  # which it steps on by default
-    ],
-)
-CONFIGS = {
-    "default": (TunerConfig(), {}),
-    "paper": (
-        TunerConfig.paper(),
-        {**oracle.PAPERS_NUMBERS, "departures": oracle.Departures.only_what_must_be()},
-    ),
-    "nothing settles": (TunerConfig(settle=False), {"departures": oracle.Departures(settling=False)}),
-    "nothing forgotten": (TunerConfig(forgetting=0.0), {"departures": oracle.Departures(forgetting=False)}),
-    "two betas": (
-        TunerConfig(betas=(0.9, 0.999), decay=0.1, s_init=1e-3),
-        {"betas": (0.9, 0.999), "lam": 0.1, "s_init": 1e-3},
-    ),
-}
-
-
-def warmup_cosine(t):
-    return (t + 1) / 30 if t < 30 else 0.5 * (1 + math.cos(math.pi * (t - 30) / (STEPS - 30)))
-
-
-def rows(step):
-    return np.random.default_rng(step).integers(0, len(digits()[0]), 32)
-
-
-def gradient(weight, step):
-    """Of the mean cross-entropy over one batch, by hand."""
-    images, labels = (t.numpy()[rows(step)] for t in digits(torch.float64))
-    logits = images @ weight.T
-    probabilities = np.exp(logits - logits.max(1, keepdims=True))
-    probabilities /= probabilities.sum(1, keepdims=True)
-    probabilities[np.arange(len(labels)), labels] -= 1
-    return probabilities.T @ images / len(labels)
-
-
-def start():
-    return np.random.default_rng(0).normal(size=(10, 64)) / 8
-
-
-def run_oracle(base, config, steps=STEPS):
-    reference = oracle.Oracle(base(warmup_cosine), start(), **config)
-    course = []
-    for step in range(steps):
-        reference.step(gradient(reference.x, step))
-        course.append((reference.scale, reference.x))
-    return course
-
-
-def run_mechanic(wrap, base, options, config, dtype, steps=STEPS):
-    weight = torch.nn.Parameter(torch.tensor(start(), dtype=dtype))
-    optimizer = wrap(base([weight], lr=1.0, **options), config=config)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine)
-    images, labels = digits(dtype)
-    course = []
-    for step in range(steps):
-        chosen = rows(step)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(images[chosen] @ weight.T, labels[chosen]).backward()
-        optimizer.step()
-        schedule.step()
-        course.append((scale(optimizer), weight.detach().numpy().copy()))
-    return course
+from tests.torch.oracle_task import BASES, CONFIGS, every_base_and_path, run_mechanic, run_oracle
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -6,8 +6,8 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.shared import oracle
+from tests.torch.oracle_task import BASES, every_base_and_path, gradient, rows, start
 from tests.torch.task import digits, scale
-from tests.torch.test_follows_oracle import BASES, every_base_and_path, gradient, rows, start
 
 EVERY = 3  # steps with an observation among those without
 

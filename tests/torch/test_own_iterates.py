@@ -11,8 +11,8 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.shared import oracle
+from tests.torch.oracle_task import BASES, gradient, rows, start
 from tests.torch.task import digits, scale
-from tests.torch.test_follows_oracle import BASES, gradient, rows, start
 
 SCHEDULE_FREE = {"SGD": schedulefree.SGDScheduleFree, "AdamW": schedulefree.AdamWScheduleFree}
 OTHERS = {
