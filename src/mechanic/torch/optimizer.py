@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
 from mechanic.torch import checkpoint, freezing, step, tuners
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
-from mechanic.torch.buckets import widened
-from mechanic.torch.kernels.rounding import is_half_precision
-from mechanic.torch.layout import LAST_LR, PEAK_LR, Group, StateDict, params_of
+from mechanic.torch.layout import Group, StateDict
 from mechanic.torch.private import run_load_state_dict_hooks, run_state_dict_hooks
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import TunerConfig
@@ -22,6 +20,23 @@ from mechanic.tuner import TunerConfig
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
+
+
+T = TypeVar("T")
+
+
+class _OfBase(Generic[T]):
+    """An attribute of the base, looked up every time: load_state_dict replaces it there, and frameworks write to it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, mechanic: Mechanic[Any], owner: type | None = None) -> T:
+        value: T = getattr(mechanic.base, self._name)
+        return value
+
+    def __set__(self, mechanic: Mechanic[Any], value: T) -> None:
+        setattr(mechanic.base, self._name, value)
 
 
 class Mechanic(Optimizer, Generic[BaseT]):
@@ -73,6 +88,9 @@ class Mechanic(Optimizer, Generic[BaseT]):
     """
 
     _wrapped: Wrapped[BaseT]
+    state = _OfBase[Any]()
+    param_groups = _OfBase[list[Group]]()
+    defaults = _OfBase[dict[str, Any]]()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is Mechanic and (args or kwargs) and not isinstance(args[0] if args else kwargs.get("base"), Optimizer):
@@ -99,21 +117,9 @@ class Mechanic(Optimizer, Generic[BaseT]):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
         options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group, compile
         wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
+        wrapped.begin()
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__({"_wrapped": wrapped})
-        wrapped.assign_tuners()
-        try:
-            if any(is_half_precision(p.dtype) for p in params_of(self.param_groups) if p in self.state):
-                with widened(params_of(self.param_groups)):
-                    base.load_state_dict(base.state_dict())  # casts what there is to what the base will step on
-        except Exception:
-            tuners.remove_tuners(self.param_groups)
-            raise
-        wrapped.elements = sum(p.numel() for p in params_of(self.param_groups))
-        wrapped.complete_state()
-        wrapped.watch_direct_steps()
-
-    # The base's own, looked up every time: load_state_dict rebinds them there, and frameworks write to them.
 
     @property
     def base(self) -> BaseT:
@@ -123,30 +129,6 @@ class Mechanic(Optimizer, Generic[BaseT]):
     @property
     def config(self) -> TunerConfig:
         return self._wrapped.config
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.base.state = state
-
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[Group]) -> None:
-        self.base.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.base.defaults = defaults
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -231,13 +213,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         If several groups share a tuner, this is that of the group with the largest ``lr``. ``group["d"] * group["lr"]``
         is the effective learning rate of one group, at the learning rate that a scheduler has set since.
         """
-        scales = self.scales()
-        return {
-            name: max(
-                scales[name] * float(group[LAST_LR if LAST_LR in group else "lr"]) / group[PEAK_LR] for group in sharing
-            )
-            for name, sharing in self._wrapped.by_tuner().items()
-        }
+        return self._wrapped.learning_rates()
 
     def get_avg_learning_rate(self) -> float:
         """The mean of :meth:`learning_rates`; ai-toolkit asks an optimizer for it under this name."""

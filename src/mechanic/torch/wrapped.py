@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
 from mechanic.torch.bases import DirectStepCheck, decoupled_decays
-from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of
+from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of, widened
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision
-from mechanic.torch.layout import FROZEN, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
+from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
 from mechanic.torch.warn import WarnOnce
@@ -54,6 +54,21 @@ class Wrapped(Generic[BaseT]):
     def __post_init__(self) -> None:
         if tuners.is_assigned(self.groups[0]):  # in a copy; a new one checks everything first
             self.watch_direct_steps()
+
+    def begin(self) -> None:
+        """Give every group a tuner, once everything has been checked."""
+        params = list(params_of(self.groups))
+        self.assign_tuners()
+        try:
+            if any(is_half_precision(p.dtype) for p in params if p in self.base.state):
+                with widened(params):
+                    self.base.load_state_dict(self.base.state_dict())  # casts state to what the base will step on
+        except Exception:
+            tuners.remove_tuners(self.groups)
+            raise
+        self.elements = sum(p.numel() for p in params)
+        self.complete_state()
+        self.watch_direct_steps()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
@@ -107,6 +122,14 @@ class Wrapped(Generic[BaseT]):
         if not all(scales.values()):
             self.warn_if_nothing_is_learned()
         return scales
+
+    def learning_rates(self) -> dict[str, float]:
+        scales = self.scales()
+
+        def rate(group: Group, scale: float) -> float:
+            return scale * float(group[LAST_LR if LAST_LR in group else "lr"]) / float(group[PEAK_LR])
+
+        return {name: max(rate(group, scales[name]) for group in groups) for name, groups in self.by_tuner().items()}
 
     def settle_peak_lr(self) -> None:
         """Before the first step, look for a ``OneCycleLR``, which brings a peak of its own."""
