@@ -636,9 +636,9 @@ def main(rank, ranks, folder, jobs=None):
     results = {}
     for function, arguments in jobs:
         try:
-            results[function.__name__, *arguments] = function(*arguments)
+            results[(function.__name__, *arguments)] = function(*arguments)
         except Exception:
-            results[function.__name__, *arguments] = {"error": traceback.format_exc()}
+            results[(function.__name__, *arguments)] = {"error": traceback.format_exc()}
         dist.barrier()
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")

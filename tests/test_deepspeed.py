@@ -74,9 +74,9 @@ def main(rank, folder):
     results = {}
     for setting, base in itertools.product([*sorted(RIGHT, key=str), *REFUSED], parallel.BASES):
         try:
-            results[*setting, base] = case(*setting, base)
+            results[(*setting, base)] = case(*setting, base)
         except (RuntimeError, ValueError) as error:
-            results[*setting, base] = {"refused": str(error), "at": traceback.format_exc()}
+            results[(*setting, base)] = {"refused": str(error), "at": traceback.format_exc()}
         dist.barrier()
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from mechanic.tuner import SUMS, TunerConfig, TunerState, kept_share, total_scal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
 BaseT = TypeVar("BaseT", bound=Optimizer)
 
