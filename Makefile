@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test campaign docs test-floor test-floor-torch test-floor-jax test-ecosystem test-deepspeed
+.PHONY: setup check test campaign docs test-floor test-floor-torch test-floor-jax test-newest test-ecosystem test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup:
@@ -54,6 +54,14 @@ test-floor-jax:
 	.venv-floor-jax/bin/pip install --quiet --no-deps $(FLOOR_JAX) --editable .
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo .venv-floor-jax/lib/python3*)/site-packages/venv.pth
 	.venv-floor-jax/bin/python -m pytest --numprocesses 2 --quiet $(PYTEST) $(JAX_TESTS)
+
+# The newest of everything that installs, with any Python.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade pip
+	.venv-newest/bin/pip install --quiet torch
+	.venv-newest/bin/pip install --quiet --editable . --group test
+	.venv-newest/bin/pytest --numprocesses 2 --quiet $(PYTEST) $(TORCH_TESTS) $(JAX_TESTS)
 
 # The frameworks bring more packages than all else together, and write under HOME.
 test-ecosystem: export HOME := $(CURDIR)/.venv-ecosystem/home
