@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test campaign docs test-ecosystem test-deepspeed
+.PHONY: setup check test campaign docs test-floor test-floor-torch test-floor-jax test-newest test-ecosystem test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup:
@@ -16,6 +16,7 @@ check:
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	PYTHONPATH=src:. $(BIN)/lint-imports
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
 
 test:
 	$(BIN)/pytest --numprocesses 2 --quiet
@@ -27,6 +28,40 @@ campaign:
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+# The oldest versions that pyproject.toml allows. PYTEST="-m fast" runs the fast tests alone.
+PYTEST ?=
+FLOOR_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
+FLOOR_TORCH := torch==2.5.1 numpy==1.26.0
+FLOOR_JAX := jax==0.8.1 jaxlib==0.8.1 optax==0.2.6 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
+JAX_TESTS := tests/jax tests/shared/test_tuner.py tests/campaign/test_jax_campaign.py src/mechanic/jax
+TORCH_TESTS := tests/torch tests/shared tests/campaign/test_torch_campaign.py src/mechanic/torch src/mechanic/tuner.py
+
+test-floor: test-floor-jax test-floor-torch
+
+# From PyPI this torch brings 5 GB of CUDA; the index of PyTorch has it without, and CI takes it from there.
+test-floor-torch:
+	$(FLOOR_PYTHON) -m venv .venv-floor-torch
+	.venv-floor-torch/bin/pip install --quiet --constraint constraints.txt pip
+	.venv-floor-torch/bin/pip install --quiet $(FLOOR_TORCH)
+	.venv-floor-torch/bin/pip install --quiet $(FLOOR_TORCH) --editable . --group test-torch
+	.venv-floor-torch/bin/pytest --numprocesses 2 --quiet $(PYTEST) $(TORCH_TESTS)
+
+# JAX 0.8 needs Python 3.11. All that is not of JAX is seen in .venv, so that this takes seconds.
+test-floor-jax:
+	$(BIN)/python -m venv .venv-floor-jax
+	.venv-floor-jax/bin/pip install --quiet --constraint constraints.txt pip
+	.venv-floor-jax/bin/pip install --quiet --no-deps $(FLOOR_JAX) --editable .
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo .venv-floor-jax/lib/python3*)/site-packages/venv.pth
+	.venv-floor-jax/bin/python -m pytest --numprocesses 2 --quiet $(PYTEST) $(JAX_TESTS)
+
+# The newest of everything that installs, with any Python.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade pip
+	.venv-newest/bin/pip install --quiet torch
+	.venv-newest/bin/pip install --quiet --editable . --group test
+	.venv-newest/bin/pytest --numprocesses 2 --quiet $(PYTEST) $(TORCH_TESTS) $(JAX_TESTS)
 
 # The frameworks bring more packages than all else together, and write under HOME.
 test-ecosystem: export HOME := $(CURDIR)/.venv-ecosystem/home

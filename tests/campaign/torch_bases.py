@@ -69,7 +69,11 @@ BASES = [
     Base("Rprop", optim.Rprop, **LATE_LR),
     Base("ASGD", optim.ASGD, **LATE_LR),
     Base("Adafactor", optim.Adafactor, takes_complex=False, is_linear_in_lr=False),
-    Base("Muon", optim.Muon, takes_complex=False, matrices_only=True),
+    *(
+        Base(name, getattr(optim, name), takes_complex=False, matrices_only=True)
+        for name in ("Muon",)
+        if hasattr(optim, name)  # younger than the oldest torch we support
+    ),
     *(Base(name, getattr(pytorch_optimizer, name), **OF_OTHERS) for name in ("Lion", "ADOPT", "Adan", "Lamb")),
     Base(
         "AdamWScheduleFree",

@@ -145,4 +145,5 @@ def _axes_of(*specs: P) -> set[Any]:
 
 
 def _varies_along(array: jax.Array) -> frozenset[Any]:
-    return jax.typeof(array).manual_axis_type.varying
+    kind: Any = jax.typeof(array)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma  # vma until JAX 0.9
