@@ -2,14 +2,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test campaign docs test-floor test-floor-torch test-floor-jax test-newest test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs test-floor test-floor-torch test-floor-jax test-newest test-ecosystem test-deepspeed
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
-setup:
+setup: GROUPS := check test docs benchmarks
+setup-core: GROUPS := check test
+setup setup-core:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group check --group test --group docs --group benchmarks
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . $(GROUPS:%=--group %)
+
+# The loop while working: one case of most tests, see tests/conftest.py.
+quick:
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest --numprocesses 2 --quiet -m fast tests/shared tests/torch tests/jax
 
 check:
 	$(BIN)/ruff check
@@ -19,7 +28,7 @@ check:
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
 
 test:
-	$(BIN)/pytest --numprocesses 2 --quiet
+	$(BIN)/pytest --numprocesses 2 --quiet --cov --cov-report=term-missing:skip-covered --cov-fail-under=97
 
 # Random sequences of operations with new seeds until the time is up; a failure ends it with the shortest sequence.
 MINUTES ?= 30
@@ -35,7 +44,8 @@ FLOOR_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev
 FLOOR_TORCH := torch==2.5.1 numpy==1.26.0
 FLOOR_JAX := jax==0.8.1 jaxlib==0.8.1 optax==0.2.6 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
 JAX_TESTS := tests/jax tests/shared/test_tuner.py tests/campaign/test_jax_campaign.py src/mechanic/jax
-TORCH_TESTS := tests/torch tests/shared tests/campaign/test_torch_campaign.py src/mechanic/torch src/mechanic/tuner.py
+TORCH_TESTS := tests/torch tests/shared/test_oracle.py tests/shared/test_theory.py \
+	tests/campaign/test_torch_campaign.py src/mechanic/torch src/mechanic/tuner.py
 
 test-floor: test-floor-jax test-floor-torch
 

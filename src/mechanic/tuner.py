@@ -1,8 +1,8 @@
-"""The tuner: Algorithm 1 of the paper, seen from the scales alone.
+"""The tuner: Algorithm 1 of the paper, as far as it concerns the scales.
 
 Everything here is arithmetic on small arrays and knows no framework: :func:`update` takes the array
-module (``numpy``, ``torch`` or ``jax.numpy``) as an argument. One row is one tuner, so tuning all
-parameters together and tuning groups of them apart are the same code.
+module (``numpy``, ``torch`` or ``jax.numpy``) as an argument. One row is one tuner, so one tuner for all
+parameters and several tuners for groups of them are the same code.
 
 Notation: g gradient, x parameters, Delta the sum of the base optimizer's updates so far, S = sum of
 the n scales s, one per beta. The parameters are always x_1 + S Delta.
@@ -22,10 +22,10 @@ SUMS = ("delta_grad", "delta_param", "grad_sq", "param_sq", "delta_sq")
 """The columns of ``sums``: ``<Delta,g>, <Delta,x>, |g|^2, |x|^2, |Delta|^2``. All that a step must measure."""
 
 FINDING_STEPS = 50
-"""About how many steps S takes to find its size; while it does, Delta is young, and little of it is to be let go."""
+"""About how many steps S takes to find its size. Until then Delta is young, and little of it is forgotten."""
 
 ZERO_START_NORM = 1e-3
-"""Taken for ``|x_1|`` where all parameters start at zero, so that there is something to take a fraction of."""
+"""Used as ``|x_1|`` if all parameters start at zero, so that there is something to take a fraction of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +120,14 @@ class TunerState(NamedTuple):
 
 
 def delta_retention(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
-    """The share of Delta that outlives a step, [tuners]; None where nothing is ever forgotten.
+    """k, the share of Delta that is kept in a step, [tuners]; None if nothing is ever forgotten.
 
-    Where S grows beyond all it has been, scaling up what was moved before would undo what has settled since. So that
-    part is let go, by as much as S grows, but no faster than an average over all steps forgets.
+    If S grows beyond its largest value so far, it would also scale up what was moved at a smaller S, and undo what has
+    settled since. So Delta shrinks by as much as S grows, but by at most ``forgetting`` parts in t + 50.
     """
     if not config.forgetting:
         return None
-    # One number per tuner, kept n times to be of a shape with the rest.
+    # One number per tuner; the state holds it n times, so that all fields have one shape.
     former, largest, steps = (
         xp.sum(array, -1) / len(config.betas) for array in (before.largest_scale, after.largest_scale, before.steps)
     )
@@ -183,7 +183,7 @@ def update(
     largest_delta = xp.maximum(state.largest_delta, xp.sqrt(delta_sq))
     some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
     if config.relative_start:
-        # What is staked for free moves x by at most this fraction of |x_1|, whatever the units of the base.
+        # The initial stake moves x by at most this fraction of |x_1|, whatever the size of the base's updates.
         s_init = xp.where(largest_delta > 0, config.s_init * initial_norm / some_delta, 0.0)
     else:
         s_init = config.s_init
@@ -191,8 +191,8 @@ def update(
     wealth = s_init * largest_feedback / n + reward  # W
     scales = wealth / xp.where(root_variance > 0, root_variance + config.eps, 1.0)
     if config.guard:
-        # Near interpolation one bad batch can zero every reward, and x would snap back to its start.
-        # Halved is the distance from it, not S: where Delta is young, it grows many times over within a step.
+        # Near interpolation one bad batch can set every reward to zero, and x would jump back to its start. At most
+        # half of the distance from it is lost, not of S: a young Delta can grow many times over in one step.
         fallen = scale / 2 * (state.largest_delta / some_delta) - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
@@ -201,7 +201,7 @@ def update(
         rate = rate.reshape(-1, 1)
         largest_rate = xp.maximum(largest_rate, rate)
         if config.settle:
-            # At a learning rate of 0, or below it at the end of a linear schedule, S stays where it is.
+            # At a learning rate of 0, or below 0 at the end of a linear schedule, S does not change.
             pace = xp.clip(rate / xp.where(largest_rate > 0, largest_rate, 1.0), 0.0, 1.0)
             scales = state.scales + pace * (scales - state.scales)
 

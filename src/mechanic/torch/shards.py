@@ -1,8 +1,7 @@
 """Parameters spread over processes: the part each rank holds, and the one sum over ranks.
 
-Mechanic works on local tensors. Its five sums add up over shards, so one all-reduce of five numbers per tuner and
-step is all the communication it adds, whatever the layout. What is held by several ranks is weighted so that it
-counts once.
+Mechanic works on local tensors. Its five sums add up over shards, so it needs only one all-reduce of five numbers per
+tuner and step, whatever the layout. Parameters that several ranks hold are weighted so that they count once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def dtensor_class() -> type | None:
-    """None where nothing can be one: importing it takes most of a second, and whoever has a DTensor has done so."""
+    """None if nobody has imported it: importing takes most of a second, and whoever has a DTensor has done so."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -34,12 +33,12 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def locals_of(tensors: list[Tensor], *, sharded: bool) -> list[Tensor]:
-    """What this rank holds of tensors: they themselves, unless they are DTensors."""
+    """What this rank holds of tensors: the tensors themselves, unless they are DTensors."""
     return [local_tensor(tensor) for tensor in tensors] if sharded else tensors
 
 
 def cut_grad_as_parameter(p: Tensor) -> None:
-    """Lay a DTensor's gradient out as it is, as the base would have to: autograd may leave it as partial sums."""
+    """Give a DTensor's gradient the placements of the parameter: autograd may leave it as partial sums."""
     grad: Any = p.grad
     if grad is not None and grad.placements != p.placements:  # type: ignore[attr-defined]
         p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
@@ -59,8 +58,8 @@ class Reduction:
     Args:
         params: all parameters of the optimizer.
         process_group: a group in which every rank holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
-            Without it plain tensors are taken to be the same on every rank, as under DDP.
-        elements: how many the optimizer was built on.
+            Without it, plain tensors are assumed to be the same on every rank, as under DDP.
+        elements: how many elements the parameters had when the optimizer was built.
     """
 
     def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None, elements: int = 0) -> None:
@@ -91,7 +90,7 @@ class Reduction:
         }
 
     def knows(self, params: Iterable[Tensor]) -> bool:
-        """Whether it was made for parameters laid out like these: frameworks swap parameters for sharded ones."""
+        """Whether it was made for parameters with these placements: frameworks swap parameters for sharded ones."""
         dtensor = dtensor_class()
         return dtensor is None or all(
             (p.device_mesh, p.placements) in self._weights  # type: ignore[attr-defined]
@@ -106,14 +105,14 @@ class Reduction:
         return self._plain_weight
 
     def sum(self, sums: Tensor) -> Tensor:
-        """The one collective."""
+        """The only collective."""
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums
 
 
 def _are_partitions(params: list[Tensor], elements: int) -> bool:
-    """Whether a framework has swapped the model's parameters for tensors of its own that hold less than they did."""
+    """Whether a framework has replaced the model's parameters by tensors of its own that hold fewer elements."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
     swapped = any(not isinstance(p, torch.nn.Parameter) for p in params)
@@ -122,7 +121,7 @@ def _are_partitions(params: list[Tensor], elements: int) -> bool:
 
 def _require_full_precision(params: list[Tensor]) -> None:
     for p in params:
-        # The dtype of a DTensor is part of its layout, so it cannot be lent in float32.
+        # The dtype of a DTensor is part of its layout, so it cannot be pointed at a float32 copy.
         if is_dtensor(p) and p.requires_grad and torch.promote_types(p.dtype, torch.float32) != p.dtype:
             raise ValueError(
                 f"Mechanic needs sharded parameters in float32, got {p.dtype}; keep them so and compute in half "
@@ -139,7 +138,7 @@ def _distinct_shards(mesh: Any, placements: Any) -> int:
 
 
 def _group_of(layouts: set[tuple[Any, Any]]) -> ProcessGroup | None:
-    """The smallest group at hand that holds every shard of every parameter; None where nothing is sharded."""
+    """The smallest known group that holds every shard of every parameter; None if nothing is sharded."""
     sharded = [(mesh, placements) for mesh, placements in layouts if _sharded_dims(placements)]
     if not sharded:
         return None
@@ -161,7 +160,7 @@ def _group_of(layouts: set[tuple[Any, Any]]) -> ProcessGroup | None:
 
 
 def _dim_of_root(root: Any, mesh: Any, dim: int) -> int | None:
-    """Which dimension of the root mesh one of a submesh is; None where it is made of several."""
+    """Which dimension of the root mesh a dimension of a submesh is; None if it is made of several."""
     if mesh == root:
         return dim
     names = root.mesh_dim_names or ()

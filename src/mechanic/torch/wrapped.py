@@ -30,7 +30,7 @@ BaseT = TypeVar("BaseT", bound=Optimizer)
 
 @dataclass(eq=False)
 class Wrapped(Generic[BaseT]):
-    """What :class:`mechanic.torch.Mechanic` consists of; see there for the options."""
+    """All that :class:`mechanic.torch.Mechanic` works with; the options are documented there."""
 
     base: BaseT
     config: TunerConfig
