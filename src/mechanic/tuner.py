@@ -33,17 +33,19 @@ class TunerConfig:
     """How the scale is learned. The defaults are meant to be left alone.
 
     Args:
-        betas: one scale is learned per beta, each forgetting at its own rate; their sum S is used.
-        s_init: what is staked before anything has been earned. With ``relative_start``, the fraction
-            of ``|x_1|`` by which this stake may move the parameters; otherwise the first scale itself.
-        relative_start: measure ``s_init`` against the parameters' own norm.
-        decay: the paper's lambda, which keeps S from growing without bound on separable data.
-        eps: added to sqrt(v), where nothing but zero feedback makes v vanish.
-        guard: let the parameters fall back by at most half their way per step, so that one bad batch cannot undo a run.
-        forgetting: while S is larger than ever, let go of what was moved at a smaller one: of up to this many
-            parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does.
-        settle: where the learning rate has fallen to a part of its peak, let S go only that part of its way, so that
-            the schedule calms all movement. Without it a learning rate of 0 still moves the parameters.
+        betas: one scale is learned per beta, and S is their sum. Smaller betas forget faster. Default: five, from 0.99
+            to 0.999999.
+        s_init: the initial stake. With ``relative_start`` it is the fraction of ``|x_1|`` by which the stake may move
+            the parameters before anything has been learned; otherwise it is the first scale itself. Default: 0.01.
+        relative_start: measure ``s_init`` against the norm of the parameters. Default: True.
+        decay: the paper's lambda. It keeps S from growing without bound on separable data. Default: 0.001.
+        eps: added to sqrt(v) to avoid a division by zero. Default: 1e-8.
+        guard: let the parameters fall back by at most half of their distance from the start per step, so that one bad
+            batch cannot undo a run. Default: True.
+        forgetting: while S is larger than ever before, forget part of what was moved at a smaller S: up to this many
+            parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does. Default: 4.
+        settle: if the learning rate has fallen to a fraction of its peak, let S change only by that fraction, so that a
+            schedule calms all movement. Without it a learning rate of 0 still moves the parameters. Default: True.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
