@@ -31,7 +31,7 @@ docs:
 PYTEST ?=
 FLOOR_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 FLOOR_TORCH := torch==2.5.1 numpy==1.26.0
-FLOOR_JAX := jax==0.8.2 jaxlib==0.8.2 optax==0.2.6 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
+FLOOR_JAX := jax==0.8.1 jaxlib==0.8.1 optax==0.2.6 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
 JAX_TESTS := $(wildcard tests/test_jax_*.py) tests/test_tuner.py tests/campaign/test_jax_campaign.py src/mechanic/jax
 OTHER_TESTS := tests/test_benchmark% tests/test_deepspeed.py tests/test_paper_recipes.py
 TORCH_TESTS := $(filter-out $(JAX_TESTS) $(OTHER_TESTS),$(wildcard tests/test_*.py)) \

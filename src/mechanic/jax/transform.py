@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.shard_alike import shard_alike
 from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
@@ -215,8 +214,8 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
 
 def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A buffer of its own, so that both can be donated; laid out like the parameter also where ``init`` is jitted."""
-    zeros: jax.Array = shard_alike(param, jnp.zeros_like(param, dtype=dtype))[1]
-    return zeros
+    # Computed from the parameter, for the compiler gives a constant no layout; 0 also where the parameter is NaN.
+    return jnp.logical_and(param == param, param != param).astype(dtype)
 
 
 def _unshared(state: PyTree, params: PyTree) -> PyTree:
