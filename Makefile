@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs test-floor test-floor-torch test-floor-jax test-newest test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs test-newest test-ecosystem test-deepspeed
+.PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
 setup: GROUPS := check test docs benchmarks
@@ -48,6 +49,11 @@ TORCH_TESTS := tests/torch tests/shared/test_oracle.py tests/shared/test_theory.
 	tests/campaign/test_torch_campaign.py src/mechanic/torch src/mechanic/tuner.py
 
 test-floor: test-floor-jax test-floor-torch
+
+# torch's part only where its environment is there already: it takes minutes to install.
+test-floor-quick:
+	$(MAKE) test-floor-jax PYTEST="-m fast"
+	[ ! -d .venv-floor-torch ] || $(MAKE) test-floor-torch PYTEST="-m fast"
 
 # From PyPI this torch brings 5 GB of CUDA; the index of PyTorch has it without, and CI takes it from there.
 test-floor-torch:

@@ -195,12 +195,18 @@ def check_shard_map_without_tracking():
     np.testing.assert_allclose(scales(state)["default"], scales(expected)["default"], rtol=1e-6)
 
 
+def varying(tree, axis):
+    if hasattr(jax.lax, "pcast"):  # since JAX 0.8.2
+        return jax.lax.pcast(tree, axis, to="varying")
+    return jax.lax.pvary(tree, axis)
+
+
 def check_data_parallel_in_shard_map():
     """Every shard holds all parameters, so no axis is to be named."""
     mesh, optimizer = mesh_of((8,)), make()
 
     def body(params, state, x):
-        grads = jax.lax.pmean(jax.grad(loss_of)(jax.lax.pcast(params, "a", to="varying"), x), "a")
+        grads = jax.lax.pmean(jax.grad(loss_of)(varying(params, "a"), x), "a")
         return apply(optimizer, grads, params, state)
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P(), P("a")), out_specs=(P(), P())))

@@ -45,8 +45,8 @@ ASKS_FOR_CUDA = {"Rprop", "SGD fused", "Adagrad fused"}  # these look for a real
 @every_path_that_is_not_compiled
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_base_makes_the_step_wait(base: Base, wrap, device):
-    if device == "cuda" and base.name in ASKS_FOR_CUDA and not torch.backends.cuda.is_built():
-        pytest.skip(f"{base.name} does not step on a fake GPU where torch was built without CUDA")
+    if device == "cuda" and base.name in ASKS_FOR_CUDA and not torch.cuda.is_available():
+        pytest.skip(f"{base.name} does not step on a fake GPU where there is no real one")
     try:
         copied_bare = take_steps(lambda bare: bare, base, device)
     except DataDependentOutputException:

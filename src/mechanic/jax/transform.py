@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.shard_alike import shard_alike
 from jax.typing import DTypeLike
 
 from mechanic.jax.bases import refuse_unsuitable
@@ -223,10 +222,10 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
 def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Zeros in a buffer of their own, sharded like the parameter.
 
-    Under ``jit``, ``jnp.zeros_like`` alone does not keep the sharding: https://github.com/jax-ml/jax/issues/16080.
+    They are computed from the parameter, since under ``jit`` ``jnp.zeros_like`` does not keep the sharding:
+    https://github.com/jax-ml/jax/issues/16080. No number is both equal and unequal to itself, NaN included.
     """
-    zeros: jax.Array = shard_alike(param, jnp.zeros_like(param, dtype=dtype))[1]
-    return zeros
+    return jnp.logical_and(param == param, param != param).astype(dtype)
 
 
 def _zero_residuals(params: PyTree) -> PyTree | None:
