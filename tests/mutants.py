@@ -160,6 +160,8 @@ def try_tests(home: Path, tests: list[str]) -> str:
         os.chdir(home)
         sys.path[:0] = [str(home / "src"), str(home)]
         os.environ["PYTHONPATH"] = f"{home / 'src'}{os.pathsep}{home}"
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "mechanic")]:
+            del sys.modules[name]  # this module is part of the package that is to be imported from the copy
         sys.dont_write_bytecode = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
