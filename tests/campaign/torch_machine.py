@@ -120,7 +120,8 @@ class TorchMachine(CheckedMachine):
     def train_on_bad_gradients(self, kind, everywhere, place, seed):
         self.training.fill_gradients(seed)
         for p in self.training.params if everywhere else [self.parameter(place)]:
-            p.grad.view(-1)[0] = BAD[kind]
+            # As a tensor: torch 2.5 refuses a number that is too large for float16.
+            p.grad.view(-1)[0] = torch.tensor(BAD[kind], dtype=torch.float64)
         self.step_on_bad_gradients()
 
     @precondition(lambda self: not self.bad_gradients_reach_the_base and self.base.takes_expanded_gradients)
