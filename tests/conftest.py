@@ -2,6 +2,9 @@ import os
 import random
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 try:
     import torch
@@ -19,6 +22,16 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 # The random part of tests/campaign. Set before the workers of pytest-xdist start, so that they share it.
 os.environ.setdefault("MECHANIC_CAMPAIGN_SEED", str(random.SystemRandom().randrange(2**32)))
+
+
+FAST = set(Path(__file__).with_name("fast.txt").read_text().splitlines())
+"""Tests for ``make quick``: up to seven quick ones of every file, so that every promise is tried once."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid in FAST:
+            item.add_marker(pytest.mark.fast)
 
 
 def pytest_terminal_summary(terminalreporter):

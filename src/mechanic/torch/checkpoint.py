@@ -15,7 +15,7 @@ from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import Wrapped
 
 
-def load(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
+def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
     """Check a checkpoint as a whole, then load it. If anything fails, the optimizer is left as it was."""
     groups = wrapped.groups
     validation.check_structure(state_dict, groups)

@@ -270,7 +270,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         checkpoint does not fit, a ValueError names the entry, and nothing has changed.
         """
         self._wrapped.require_assigned_groups()
-        run_load_state_dict_hooks(self, state_dict, lambda found: checkpoint.load(self._wrapped, found))
+        run_load_state_dict_hooks(self, state_dict, lambda found: checkpoint.load_checked(self._wrapped, found))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_wrapped": self._wrapped}
