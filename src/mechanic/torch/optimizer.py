@@ -138,7 +138,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step; :mod:`mechanic.torch.step` has its order."""
+        """Make one step: measure, tune, let the base step, and scale what it did."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
