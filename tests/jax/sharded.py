@@ -119,6 +119,15 @@ def check_given_gradients():
         assert collectives(step_with_gradients().lower(grads, params, state).compile()) == ["all-reduce"]
 
 
+def check_given_gradients_with_an_automatic_mesh_in_context():
+    shape, specs = LAYOUTS["over 8"]
+    with jax.set_mesh(mesh_of(shape)):
+        params = place(start(), mesh_of(shape), specs)
+        grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
+        assert_same(run_with_gradients(grads, params, state), on_one_device())
+        assert collectives(step_with_gradients().lower(grads, params, state).compile()) == ["all-reduce"]
+
+
 def check_replicated_parameters():
     everywhere = place(start(), mesh_of((8,)), dict.fromkeys(SHAPES, P()))
     compiled = step_with_gradients().lower(everywhere, everywhere, make().init(everywhere)).compile()

@@ -93,3 +93,9 @@ def test_a_write_to_the_parameters_between_steps_survives(base):
     for name, p in written.items():
         expected = p + scale(after) * after.delta[name] - scale(state) * state.delta[name]
         np.testing.assert_allclose(moved[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_delta_starts_at_zero_also_where_a_parameter_is_not_a_number():
+    params = jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, 0.0])
+    for init in (mechanize(optax.sgd(1.0)).init, jax.jit(mechanize(optax.sgd(1.0)).init)):
+        assert not init(params).delta.any()

@@ -165,6 +165,9 @@ def test_it_says_what_is_not_compiled_and_why():
     half = mlp(dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"leaves torch\.bfloat16 parameters to the eager step"):
         train(half, Mechanic(AdamW(half.parameters(), lr=1.0), compile=True), 2)
+    eager = mlp(dtype=torch.bfloat16)
+    train(eager, Mechanic(AdamW(eager.parameters(), lr=1.0)), 2)
+    assert all(p.equal(q) for p, q in zip(half.parameters(), eager.parameters(), strict=True))
     model = mlp()
     optimizer = Mechanic(AROUND["Lion"](model.parameters()), compile=True)
     with pytest.warns(UserWarning, match="around the base, not together with it: Lion is not one of"):

@@ -166,3 +166,12 @@ def test_learning_rates_follow_the_schedule():
         optimizer.step()
     scales, rates = optimizer.scales(), optimizer.learning_rates()
     assert rates == {"group 0": pytest.approx(scales["group 0"]), "group 1": pytest.approx(scales["group 1"] / 2)}
+
+
+def test_a_shown_scale_on_another_device_is_made_anew():
+    model = mlp()
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0))
+    train(model, optimizer, 3)
+    optimizer.param_groups[0]["d"] = torch.zeros((), device="meta")  # as if the model had been moved
+    train(model, optimizer, 1, first=3)
+    assert optimizer.param_groups[0]["d"].item() == pytest.approx(scale(optimizer))

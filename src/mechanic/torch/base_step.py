@@ -14,7 +14,7 @@ from mechanic.torch.private import global_hooks_silenced
 
 
 def step_base(
-    base: Optimizer, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
+    base: Optimizer, buckets: list[Bucket], *, scale_lr: bool, instead: Callable[[], Any] | None
 ) -> list[list[Tensor]]:
     """Let the base step on what the buckets lend it, and return that as the base left it.
 
