@@ -185,10 +185,12 @@ def try_tests(home: Path, tests: list[str]) -> str:
 def show(records: Path) -> None:
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     survivors = [row for row in rows if row["outcome"] == "survived"]
-    print(f"{len(rows)} mutants, {len(rows) - len(survivors)} noticed ({1 - len(survivors) / len(rows):.1%})")
+    equivalent = [row for row in survivors if "explanation" in row]  # written by hand: nobody could notice
+    noticed = len(rows) - len(survivors)
+    print(f"{len(rows)} mutants, {noticed} noticed ({noticed / len(rows):.1%}), {len(equivalent)} survivors explained")
     for row in survivors:
         print(f"\n{row['path']}  {row['operator']} {row['occurrence']}")
-        print("\n".join(row["change"]))
+        print("\n".join([*row["change"], row.get("explanation", "")]).rstrip())
 
 
 def main() -> None:
