@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs test-newest test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs test-newest setup-ecosystem test-ecosystem test-deepspeed
 .PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
@@ -80,17 +80,19 @@ test-newest:
 	.venv-newest/bin/pytest --numprocesses 2 --quiet $(PYTEST) $(TORCH_TESTS) $(JAX_TESTS)
 
 # The frameworks bring more packages than all else together, and write under HOME.
-test-ecosystem: export HOME := $(CURDIR)/.venv-ecosystem/home
-test-ecosystem:
+# timm has a folder of its own: others import it if they find it, and it needs torchvision, which beside a torch for
+# CPUs only cannot be imported as it comes from PyPI.
+setup-ecosystem test-ecosystem: export HOME := $(CURDIR)/.venv-ecosystem/home
+setup-ecosystem:
 	$(PYTHON) -m venv .venv-ecosystem
 	mkdir -p $(HOME)
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt pip
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt torch
 	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --editable . --group ecosystem
+	.venv-ecosystem/bin/pip install --quiet --upgrade --constraint constraints.txt --no-deps --target .venv-ecosystem/timm timm torchvision
+
+test-ecosystem: setup-ecosystem
 	.venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem
-	# timm has a folder of its own: others import it if they find it, and it needs torchvision, which beside a torch for
-	# CPUs only cannot be imported as it comes from PyPI.
-	.venv-ecosystem/bin/pip install --quiet --constraint constraints.txt --no-deps --target .venv-ecosystem/timm timm torchvision
 	PYTHONPATH=.venv-ecosystem/timm .venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem/test_timm.py
 
 # DeepSpeed compiles at run time and writes under HOME, so it has an environment and a home of its own.
