@@ -200,3 +200,16 @@ def test_imports_that_cannot_work_say_what_does(statement, message):
     run = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 1
     assert message in run.stderr.splitlines()[-1]
+
+
+def test_warnings_name_the_line_of_the_user():
+    model = mlp()
+    optimizer = Mechanic(optim.SGD(model.parameters(), lr=1.0))
+    plain = optim.SGD(model.parameters(), lr=1.0).state_dict()
+    with pytest.warns(UserWarning, match="fresh tuner") as caught:
+        optimizer.load_state_dict(plain)
+    assert caught[0].filename == __file__
+    backward(model, 0)
+    with pytest.warns(UserWarning, match="was called directly") as caught:
+        optimizer.base.step()
+    assert caught[0].filename == __file__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch.layout import PEAK_LR
 from mechanic.torch.private import step_hooks
+from mechanic.torch.warn import warn_user
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
 _IN_BACKWARD = "it steps inside the backward pass, and Mechanic's feedback is a sum over all gradients"
@@ -66,10 +66,9 @@ class DirectStepCheck:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not (self._is_expected or self._has_warned):
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"the step() of {type(optimizer).__name__} was called directly, so its update was applied unscaled; "
-                "call the step() of the Mechanic around it",
-                stacklevel=4,
+                "call the step() of the Mechanic around it"
             )
 
     @contextmanager

@@ -97,9 +97,9 @@ class Bucket:
         return sums * self.weight
 
     def grad_sq(self) -> Tensor:
-        """|g|^2, [1], of what this rank holds."""
+        """|g|^2, [1], of what this rank holds; not weighted, as it only tells whether the gradients are finite."""
         grads = self._grads()
-        return eager.dot(grads, grads, self.device).reshape(1) * self.weight
+        return eager.dot(grads, grads, self.device).reshape(1)
 
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients if the flag of their tuner is False, [tuners]: the base must not see them."""
