@@ -175,3 +175,13 @@ def test_a_shown_scale_on_another_device_is_made_anew():
     optimizer.param_groups[0]["d"] = torch.zeros((), device="meta")  # as if the model had been moved
     train(model, optimizer, 1, first=3)
     assert optimizer.param_groups[0]["d"].item() == pytest.approx(scale(optimizer))
+
+
+def test_a_group_that_joins_a_single_one_knows_the_skipped_steps():
+    model = mlp()
+    optimizer = Mechanic(torch.optim.SGD(model[0].parameters(), lr=1.0), skip_nonfinite=True)
+    backward(model, 0)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert [group["mechanic_skipped"] for group in optimizer.param_groups] == [1, 1]
