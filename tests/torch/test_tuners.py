@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic, layer_groups
+from mechanic.torch.tuners import read_rates
 from tests.shared import oracle
 from tests.torch.paths import three_paths
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
@@ -185,3 +186,17 @@ def test_a_group_that_joins_a_single_one_knows_the_skipped_steps():
     optimizer.step()
     optimizer.add_param_group({"params": list(model[2].parameters())})
     assert [group["mechanic_skipped"] for group in optimizer.param_groups] == [1, 1]
+
+
+def test_the_learning_rate_of_a_tuner_is_the_largest_of_its_groups():
+    def groups(*rates):
+        return [{"mechanic_row": row, **({} if lr is None else {"lr": lr})} for row, lr in rates]
+
+    def read(*rates):
+        return read_rates(groups(*rates), like=torch.zeros(1, dtype=torch.float64)).tolist()
+
+    assert read((0, 0.25), (0, 0.5)) == [0.5]
+    assert read((0, torch.tensor(0.25)), (0, torch.tensor(0.125))) == [0.25]
+    assert read((0, torch.tensor(0.25)), (0, 0.5)) == [0.5]
+    assert read((0, torch.tensor(0.25)), (0, 0.125)) == [0.25]
+    assert read((0, None), (3, 0.5)) == [1.0, 0.5]

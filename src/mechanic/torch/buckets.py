@@ -74,7 +74,7 @@ class Bucket:
     sharded: bool  # DTensors
     has_grad: bool
     moves: bool  # it has a gradient, or a Delta from earlier ones
-    decay: float = 0.0  # the share of x that weight decay takes; used only if the base steps on Delta
+    decay: float  # the share of x that weight decay takes; used only if the base steps on Delta
     own_iterates: bool = False  # the base steps on x_1 + Delta
     steps_on_delta: bool = False
     kernels: Kernels = eager
