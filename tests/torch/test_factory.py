@@ -83,3 +83,9 @@ def test_printed_it_says_what_it_is():
     text = repr(MechanicSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
     assert text.startswith("MechanicSGD(SGD, ")
     assert "mechanic_tuner" not in text
+
+
+@pytest.mark.parametrize(("ours", "base"), [(MechanicAdamW, torch.optim.AdamW), (MechanicSGD, torch.optim.SGD)])
+def test_arguments_that_are_not_given_are_those_of_the_base(ours, base):
+    defaults = base([torch.nn.Parameter(torch.ones(2))]).defaults
+    assert ours([torch.nn.Parameter(torch.ones(2))]).defaults == defaults
