@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mechanic.jax import sums
 from mechanic.jax.sums import measure
 from mechanic.tuner import SUMS
 
@@ -66,3 +67,9 @@ def test_every_tuner_has_its_own_leaves():
     together = np.add(expected_sums(*first), expected_sums(*third))
     np.testing.assert_allclose(found[:2], [expected_sums(*second), together], rtol=3e-6)
     assert not found[2].any()
+
+
+def test_rows_leave_no_remainder_where_that_is_possible():
+    for size in (4 * sums.ROW * 3, sums.ROW * 7, 3 * (sums.ROW // 2) * 5):
+        assert size % sums._row_length(size) == 0
+    assert sums._row_length(2**31 - 1) == sums.ROW  # a prime
