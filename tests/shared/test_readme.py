@@ -1,5 +1,6 @@
 """The README's lines, run as a user would: in an empty environment with nothing but torch and this package."""
 
+import os
 import re
 import subprocess
 import sys
@@ -42,8 +43,10 @@ def test_importing_mechanic_torch_imports_no_other_framework():
 
 
 def test_importing_mechanic_torch_takes_less_than_50_ms_beyond_torch():
+    uncovered = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     clock = "import time, torch; t = time.process_time(); import mechanic.torch; print(time.process_time() - t)"
     runs = [
-        subprocess.run([sys.executable, "-c", clock], check=True, timeout=60, capture_output=True) for _ in range(3)
+        subprocess.run([sys.executable, "-c", clock], env=uncovered, check=True, timeout=60, capture_output=True)
+        for _ in range(3)
     ]
     assert min(float(run.stdout) for run in runs) < 0.05

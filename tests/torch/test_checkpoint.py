@@ -282,3 +282,15 @@ def test_options_about_speed_may_differ_from_those_of_the_checkpoint(trained):
     again.load_state_dict(state_dict)
     assert again.param_groups[0]["foreach"] is True
     assert again.param_groups[0]["note"] == "text where the new one has None"
+
+
+def test_one_of_several_tuners_without_any_state_is_noticed():
+    model = mlp()
+    groups = [{"params": list(layer.parameters()), "tuner": name} for name, layer in (("a", model[0]), ("b", model[2]))]
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=1.0))
+    train(model, optimizer, 3)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for key in state_dict["param_groups"][1]["params"]:
+        del state_dict["state"][key]
+    with pytest.raises(ValueError, match=r"the tuner of param_groups\[1\] has learned"):
+        optimizer.load_state_dict(state_dict)

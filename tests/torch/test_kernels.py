@@ -140,3 +140,13 @@ def test_restoring_undoes_preparing(kernels, decay, retention):
         torch.testing.assert_close(delta, (retention or 1.0) * d_before - decay * x_before)
     kernels.restore_delta(values, deltas, scalar(0.5), decay, scalar(retention))
     torch.testing.assert_close([*values, *deltas], [*x, *d])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_clearing_zeroes_everything_or_nothing(dtype):
+    values = torch.tensor([1.5, -2.0, float("inf"), float("nan"), 0.0]).to(dtype)
+    kept, cleared = values.clone(), values.clone()
+    eager.clear_unless(torch.tensor(True), [kept])
+    eager.clear_unless(torch.tensor(False), [cleared])
+    assert kept.view(torch.uint8).equal(values.view(torch.uint8))
+    assert not cleared.view(torch.uint8).any()

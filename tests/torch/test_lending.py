@@ -162,3 +162,11 @@ def test_a_base_that_fails_on_delta_leaves_parameters_at_the_start_and_s_delta(m
     for p, x in zip(model.parameters(), start, strict=True):
         expected = x + scale(optimizer) * optimizer.state[p]["mechanic_delta"]
         torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("changed", [{"lr": 0.0}, {"lr": torch.tensor(1.0)}, {"weight_decay": torch.tensor(0.1)}])
+def test_a_base_steps_on_copies_where_lr_is_0_or_a_number_is_a_tensor(changed):
+    optimizer = Mechanic(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1.0))
+    assert decoupled_decays(optimizer.base) == [0.01]
+    optimizer.param_groups[0].update(changed)
+    assert decoupled_decays(optimizer.base) is None
