@@ -10,7 +10,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import mechanic.torch
 from mechanic.torch import private
-from mechanic.torch.shards import Reduction
 
 CPU = torch.device("cpu")
 PACKAGE = Path(mechanic.torch.__file__).parent
@@ -188,15 +187,3 @@ def test_one_rank_may_swap_its_parameters_for_smaller_ones(one_rank):
     group["params"][0].grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[group["params"][0]]["mechanic_delta"].any()
-
-
-def test_the_sum_is_over_the_ranks_that_hold_shards_and_no_others(one_rank):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    on_submesh = distribute_tensor(torch.ones(4), one_rank["shard"], [Shard(0)])
-    hybrid = distribute_tensor(torch.ones(4), one_rank, [Replicate(), Shard(0)])
-    over_both = distribute_tensor(torch.ones(4), one_rank, [Shard(0), Shard(0)])
-    assert Reduction([on_submesh], None).group is one_rank.get_group("shard")
-    assert Reduction([hybrid], None).group is one_rank.get_group("shard")
-    assert Reduction([over_both], None).group is torch.distributed.group.WORLD
-    assert Reduction([torch.ones(4)], None).group is None
