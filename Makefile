@@ -28,8 +28,9 @@ check:
 	PYTHONPATH=src:. $(BIN)/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
 
+# Three workers on two cores: many tests wait for processes of their own.
 test:
-	$(BIN)/pytest --numprocesses 2 --quiet --cov --cov-report=term-missing:skip-covered --cov-fail-under=97
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --quiet --cov --cov-report=term-missing:skip-covered --cov-fail-under=97
 
 # Random sequences of operations with new seeds until the time is up; a failure ends it with the shortest sequence.
 MINUTES ?= 30

@@ -153,12 +153,23 @@ def adult() -> Split:
     return _split(found | {f"y_{part}": targets[rows] for part, rows in parts.items()})
 
 
+def _codes() -> dict[str, int]:
+    return {character: index for index, character in enumerate(sorted(set(text("tinyshakespeare"))))}
+
+
 @functools.cache
 def characters(length: int) -> Split:
     """tinyshakespeare in windows of so many characters and one more; the last tenth is the test text."""
-    corpus = text("tinyshakespeare")
-    code = {character: index for index, character in enumerate(sorted(set(corpus)))}
-    return _windows(torch.tensor([code[character] for character in corpus]), length + 1)
+    code = _codes()
+    return _windows(torch.tensor([code[character] for character in text("tinyshakespeare")]), length + 1)
+
+
+@functools.cache
+def novels(length: int) -> Split:
+    """The same of a million characters of the novels, in Shakespeare's characters; any other is a space."""
+    code, corpus = _codes(), text("gutenberg5")
+    part = corpus[:1_000_000]
+    return _windows(torch.tensor([code.get(character, code[" "]) for character in part]), length + 1)
 
 
 def _windows(tokens: Tensor, length: int) -> Split:

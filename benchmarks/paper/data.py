@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import functools
+import hashlib
 import io
 import random
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -19,7 +19,9 @@ from benchmarks.data import datasets as local
 from benchmarks.data import sources
 from benchmarks.data.datasets import Split
 from benchmarks.paper.setup import BERT, GPT2, PIECES, Setup, Tensors
+from benchmarks.paper.windows import Mixed, Source, Windows
 from benchmarks.suite import task
+from benchmarks.suite.shuffled import Shuffled
 
 # Augmentations, on the device and for every image anew.
 
@@ -53,14 +55,32 @@ def zoom_and_flip(images: Tensor, generator: torch.Generator, size: int = 384) -
 # Data.
 
 
+class Batches(Protocol):
+    """This rank's share of every batch, without end; its state is the position in the data."""
+
+    def __next__(self) -> Tensors: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Data(NamedTuple):
     """This rank's share of everything."""
 
-    batches: Callable[[int], Iterator[Tensors]]  # from a seed, without end
+    batches: Callable[[int], Batches]  # from a seed
     held_out: dict[str, Tensors]  # what the evaluations see of the train and of the test data: as much on every rank
     samples: int = 0  # in an epoch of all ranks, where there are epochs
     pieces: int = 0
     prepare: Callable[[Tensors, torch.Generator], task.Prepared] = task.as_it_is
+
+    def fingerprint(self) -> str:
+        """Of what is held out: another split or another vocabulary has another."""
+        digest = hashlib.sha256()
+        for tensors in self.held_out.values():
+            for tensor in tensors:
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def agreed(make: Callable[[], Any]) -> Any:
@@ -70,14 +90,28 @@ def agreed(make: Callable[[], Any]) -> Any:
     return made[0]
 
 
+class _Samples:
+    """Batches of samples that are all in memory."""
+
+    def __init__(self, setup: Setup, train: Tensors, seed: int) -> None:
+        self.setup, self.train = setup, train
+        rows, generator = torch.arange(len(train[0])), torch.Generator().manual_seed(seed)
+        self._chosen = Shuffled(rows, setup.batch, generator)
+
+    def __next__(self) -> Tensors:
+        own = next(self._chosen).chunk(self.setup.ranks)[self.setup.rank]
+        return tuple(tensor[own] for tensor in self.train)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._chosen.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._chosen.load_state_dict(state)
+
+
 def _of_samples(setup: Setup, split: Split, **options: Any) -> Data:
-    def batches(seed: int) -> Iterator[Tensors]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(split.train[0]), generator=generator)
-            for chosen in order[: len(order) // setup.batch * setup.batch].split(setup.batch):
-                own = chosen.chunk(setup.ranks)[setup.rank]
-                yield tuple(tensor[own] for tensor in split.train)
+    def batches(seed: int) -> _Samples:
+        return _Samples(setup, split.train, seed)
 
     held_out = {}
     for part, tensors in split._asdict().items():
@@ -100,14 +134,6 @@ def cifar(setup: Setup, name: str, *, centred: bool = False) -> Data:
         return images.permute(0, 3, 1, 2).contiguous(), found[f"y_{key}"].long()
 
     return _of_samples(setup, Split(part("train"), part("test")))
-
-
-class Source(NamedTuple):
-    """A long text in chunks, each of some documents."""
-
-    chunks: int
-    read: Callable[[int], list[str]]
-    weight: float  # the share of its windows in what is trained on
 
 
 def _book_and_wiki() -> list[Source]:
@@ -148,39 +174,8 @@ def _tokenizer(setup: Setup, name: str) -> Any:
         tokenizer.train_from_iterator(texts, vocab_size=500, show_progress=False)
         return tokenizer.get_vocab()
 
-    return BertTokenizerFast(vocab=agreed(train))
-
-
-def _windows(source: Source, chunks: list[int], tokenizer: Any, length: int) -> Iterator[np.ndarray]:
-    """So many tokens each; a document's end is marked, but ends no window."""
-    end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    rest = np.empty(0, np.int64)
-    for chunk in chunks:
-        documents = tokenizer(source.read(chunk), add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = np.concatenate([rest, *(np.asarray([*ids, end], np.int64) for ids in documents)])
-        whole = len(tokens) // length * length
-        yield from tokens[:whole].reshape(-1, length)
-        rest = tokens[whole:]
-
-
-def _mixed(
-    sources: list[Source], chunks: list[list[int]], tokenizer: Any, length: int, dice: random.Random, pool: int
-) -> Iterator[np.ndarray]:
-    """Without end: windows of all sources in proportion to their weights, neighbours apart."""
-
-    def endless(source: Source, own: list[int]) -> Iterator[np.ndarray]:
-        while True:
-            yield from _windows(source, dice.sample(own, len(own)), tokenizer, length)
-
-    streams = [endless(source, own) for source, own in zip(sources, chunks, strict=True)]
-    weights = [source.weight for source in sources]
-    waiting: list[np.ndarray] = []
-    while True:
-        waiting.append(next(dice.choices(streams, weights)[0]))
-        if len(waiting) > pool:
-            place = dice.randrange(pool)
-            waiting[place], waiting[-1] = waiting[-1], waiting[place]
-            yield waiting.pop()
+    # Kept, for it comes out a little different every time, and a run that is continued needs the same.
+    return BertTokenizerFast(vocab=agreed(lambda: local.cached("paper-pieces-small", train)))
 
 
 def _of_text(setup: Setup, tokenizer: Any, length: int, **options: Any) -> Data:
@@ -192,13 +187,13 @@ def _of_text(setup: Setup, tokenizer: Any, length: int, **options: Any) -> Data:
         kept.append(order[:border][setup.rank :: setup.ranks])
         learned.append(order[border:][setup.rank :: setup.ranks])
 
-    def stream(chunks: list[list[int]], seed: int, pool: int, count: int) -> Iterator[Tensors]:
+    def stream(chunks: list[list[int]], seed: int, pool: int, count: int) -> Mixed:
         # Ranks have other chunks, but would draw from the sources in the same order.
-        mixed = _mixed(sources, chunks, tokenizer, length, random.Random(f"{seed} {setup.rank}"), pool)
-        while True:
-            yield (torch.from_numpy(np.stack([next(mixed) for _ in range(count)])),)
+        dice = random.Random(f"{seed} {setup.rank}")
+        streams = [Windows(*its, tokenizer, length, dice) for its in zip(sources, chunks, strict=True)]
+        return Mixed(streams, [source.weight for source in sources], dice, pool, count)
 
-    def batches(seed: int) -> Iterator[Tensors]:
+    def batches(seed: int) -> Mixed:
         return stream(learned, seed, 16 if setup.small else 4096, setup.batch // setup.ranks)
 
     count = setup.evaluated // setup.ranks
@@ -280,7 +275,8 @@ def iwslt14(setup: Setup, length: int) -> Data:
         return tokenizer.to_str()
 
     pairs = _local_pairs() if setup.small else sources.iwslt14()
-    tokenizer = Tokenizer.from_str(agreed(train))
+    name = "paper-iwslt14" + "-small" * setup.small
+    tokenizer = Tokenizer.from_str(agreed(lambda: local.cached(name, train)))
     german, english = (
         [encoded.ids for encoded in tokenizer.encode_batch_fast([pair[side] for pair in pairs])] for side in (0, 1)
     )

@@ -22,12 +22,14 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.paper import recipes
+from benchmarks.paper.checkpoint import Checkpoint
 from benchmarks.paper.data import agreed
 from benchmarks.paper.recipes import RECIPES
 from benchmarks.paper.setup import Setup
 from benchmarks.paper.training import save, train
 from benchmarks.suite.contenders import CONTENDERS
-from benchmarks.suite.record import Run, versions
+from benchmarks.suite.partial import path_of
+from benchmarks.suite.record import Run, commit, environment
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 
 
@@ -47,6 +49,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="else float32; by default as said above")
     parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="to fine-tune: a folder or name on the Hub")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="for the trained weights")
+    parser.add_argument("--checkpoint-minutes", type=float, default=10.0, help="how often the run is saved")
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FOLDER")
     parser.add_argument("--small", action="store_true", help="a trial on local data")
     arguments = parser.parse_args(words)
@@ -96,10 +99,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ranks=ranks,
     )
     bf16 = arguments.bf16 if arguments.bf16 is not None else recipe.bf16 and torch.cuda.is_available()
-    model, found = train(recipe, contender, arguments.lr, setup, arguments.seed, bf16)
+    origin = environment(agreed(commit), "cuda" if torch.cuda.is_available() else "cpu")
+    options = {"device_batch": recipe.device_batch, "bf16": bf16, "start": start}
+    checkpoint = Checkpoint(path_of(arguments.records, this), {**origin, **options}, arguments.checkpoint_minutes)
+    model, found = train(recipe, contender, arguments.lr, setup, arguments.seed, bf16, checkpoint)
     if arguments.save:
         save(model, arguments.save)
-    record = {**vars(this), **found, "versions": versions()}
+    record = {**vars(this), **found, **origin}
     if setup.rank == 0:
         RecordBook(arguments.records).add(record)
+    dist.barrier()  # what was saved goes when the record is written
+    checkpoint.remove()
     return record

@@ -7,23 +7,28 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.paper.data import Data
+from benchmarks.paper.checkpoint import Checkpoint
+from benchmarks.paper.data import Batches, Data
 from benchmarks.paper.models import Network
 from benchmarks.paper.recipes import Recipe
 from benchmarks.paper.setup import Setup, Tensors
 from benchmarks.suite.contenders import Contender
+from benchmarks.suite.loop import names_of_parameters, renamed
+from benchmarks.suite.measure import Progress
+from benchmarks.suite.partial import random_state, set_random_state
 from benchmarks.suite.record import EVALUATED_AT
+from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.task import IGNORED
 from mechanic.torch import Mechanic
 
@@ -32,13 +37,12 @@ def build(recipe: Recipe, setup: Setup, pieces: int) -> Network:
     return recipe.network(setup, pieces) if recipe.pieces else recipe.network(setup)
 
 
-def shard(network: Network, device: torch.device, bf16: bool) -> nn.Module:
+def shard(network: Network, mesh: DeviceMesh, bf16: bool) -> nn.Module:
     model, blocks = network
-    if device.type == "cuda":  # elsewhere every rank normalises its own share
+    if mesh.device_type == "cuda":  # elsewhere every rank normalises its own share
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
-    options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    options |= {"mp_policy": policy} if policy else {}
+    options = {"mesh": mesh} | ({"mp_policy": policy} if policy else {})
     for module in (*blocks, model):
         fully_shard(module, **options)
     return model
@@ -97,7 +101,13 @@ def learn(
 
 
 def train(
-    recipe: Recipe, contender: Contender, lr: float, setup: Setup, seed: int, bf16: bool
+    recipe: Recipe,
+    contender: Contender,
+    lr: float,
+    setup: Setup,
+    seed: int,
+    bf16: bool,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The trained model, and what a record has of the training."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -108,7 +118,8 @@ def train(
         weight_decay=recipe.lion_weight_decay if contender.base == "lion" else recipe.weight_decay,
     )
     torch.manual_seed(seed)  # the same weights on all ranks: each keeps its shard
-    model = shard(build(recipe, setup, data.pieces), device, bf16).train()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model = shard(build(recipe, setup, data.pieces), mesh, bf16).train()
     optimizer = contender.build(model, recipe, lr)
     for group in optimizer.param_groups:
         if contender.base == "sgd" and group.get("fused"):
@@ -116,33 +127,67 @@ def train(
     torch.manual_seed(1 + seed * setup.ranks + setup.rank)  # but dropout of its own
     generator = torch.Generator(device).manual_seed(1 + seed * setup.ranks + setup.rank)
     shape = recipe.schedule if contender.follows_schedule else lambda done: 1.0
-    # The first step of a warm-up is not taken at 0.
-    schedule = LambdaLR(optimizer, lambda step: shape((step + (shape(0.0) == 0.0)) / recipe.steps))
+    schedule = LambdaLR(optimizer, at_steps(shape, recipe.steps))
+    batches, progress, first = data.batches(seed), Progress(), 0
+    run = State(model, optimizer, schedule, batches, generator, progress)
+    if checkpoint is not None:
+        checkpoint.origin["data"] = data.fingerprint()
+        if (state := checkpoint.load(mesh)) is not None:
+            run.restore(state)
+            first = progress.step + 1
 
     due = {round(share * recipe.steps) for share in EVALUATED_AT}
-    curve: dict[str, list[float | None]] = {}
-    seconds, start = 0.0, time.perf_counter()
-    batches = data.batches(seed)
-    for step in range(recipe.steps + 1):
+    start = time.perf_counter()
+    for step in range(first, recipe.steps + 1):
         if step > 0:
             optimizer.zero_grad()
             learn(model, recipe, data, next(batches), generator, device)
             optimizer.step()
             schedule.step()
-        if step not in due:
+        progress.step = step
+        saves = checkpoint is not None and checkpoint.due(step)
+        if step not in due and not saves:
             continue
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds += time.perf_counter() - start
-        point = {"step": step, **judge(model, optimizer, data, recipe.device_batch, device)}
-        for key, value in point.items():
-            curve.setdefault(key, []).append(float(f"{value:.5g}") if math.isfinite(value) else None)
-        if setup.rank == 0:
-            print(", ".join(f"{key} {value:.4g}" for key, value in point.items()), flush=True)
-        if not math.isfinite(point["train_loss"]):
-            break  # what has diverged does not come back
+        progress.seconds += time.perf_counter() - start
+        if step in due:
+            point = {"step": step, **judge(model, optimizer, data, recipe.device_batch, device)}
+            progress.add(point)
+            if setup.rank == 0:
+                print(", ".join(f"{key} {value:.4g}" for key, value in point.items()), flush=True)
+            if not math.isfinite(point["train_loss"]):
+                break  # what has diverged does not come back
+        if saves:
+            checkpoint.save(step, run.state())
         start = time.perf_counter()
-    return model, {"steps": recipe.steps, "seconds": round(seconds, 3), "curve": curve}
+    return model, {"steps": recipe.steps, "seconds": round(progress.seconds, 3), "curve": progress.curve}
+
+
+class State(NamedTuple):
+    """All that the next steps hang on."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LambdaLR
+    batches: Batches
+    generator: torch.Generator
+    progress: Progress
+
+    def state(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "batches")}
+        parts["optimizer"] = renamed(parts["optimizer"], names_of_parameters(self.model))
+        own = {"generator": self.generator.get_state(), "random": random_state(), "progress": vars(self.progress)}
+        return {**parts, **own}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        names = {name: parameter for parameter, name in names_of_parameters(self.model).items()}
+        state = {**state, "optimizer": renamed(state["optimizer"], names)}
+        for name in ("model", "optimizer", "schedule", "batches"):
+            getattr(self, name).load_state_dict(state[name])
+        self.generator.set_state(state["generator"])
+        set_random_state(state["random"])
+        vars(self.progress).update(state["progress"])
 
 
 def judge(model: nn.Module, optimizer: Optimizer, data: Data, size: int, device: torch.device) -> dict[str, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
-from benchmarks.suite.record import Run, final
+from benchmarks.suite.record import Run, final, raised
 from benchmarks.suite.tasks import CPU
 
 BASES = {"sgd": "SGD with momentum", "adamw": "AdamW", "nadamw": "NAdamW", "lion": "Lion"}
@@ -30,12 +30,16 @@ class Results:
     def __init__(self, records: dict[Run, dict[str, Any]], seeds: int = 3) -> None:
         self.records, self.seeds = records, seeds
         self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        self._raised: Counter[tuple[str, str]] = Counter()
         for run in sorted(records):
-            self._runs[run.task, run.contender][run.lr].append(records[run])
+            if raised(records[run]):
+                self._raised[run.task, run.contender] += 1  # counted, and in no mean
+            else:
+                self._runs[run.task, run.contender][run.lr].append(records[run])
 
     def tasks(self) -> list[str]:
         """Those of the suite that have records; others are studies of their own."""
-        found = {task for task, _ in self._runs}
+        found = {task for task, _ in (*self._runs, *self._raised)}
         return [task.name for task in CPU if task.name in found]
 
     def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
@@ -44,6 +48,11 @@ class Results:
     def runs(self, task: str, contender: str) -> dict[float, list[dict[str, Any]]]:
         """By learning rate, one record per seed."""
         return self._runs.get((task, contender), {})
+
+    def raised(self, family: str) -> dict[str, int]:
+        """How many runs of the suite's tasks raised, by contender of a family."""
+        counts = {name: sum(self._raised[task, name] for task in self.tasks()) for name in members(family).values()}
+        return {name: count for name, count in counts.items() if count}
 
     @functools.cache  # noqa: B019 - lives as long as the report
     def tuned(self, task: str, base: str, key: str) -> tuple[float, list[float]] | None:
@@ -56,7 +65,7 @@ class Results:
         return min(by_lr.items(), key=lambda item: statistics.mean(item[1])) if by_lr else None
 
     def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
-        """By seed: 0 is the tuned base, 1 has learned nothing; also where a run broke off."""
+        """By seed: 0 is the tuned base, 1 has learned nothing or diverged; what raised is left out."""
         best = self.tuned(task, base, key)
         if best is None:
             return []

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's colours, which all eyes tell apart.
+# Okabe and Ito's colours, which all eyes tell apart, and a dark violet.
 STYLES = {
     "tuned": {"color": "#000000", "linestyle": "--", "marker": "|"},
     "mechanic": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
@@ -20,6 +20,7 @@ STYLES = {
     "prodigy": {"color": "#CC79A7", "linestyle": "--", "marker": "D"},
     "dog": {"color": "#E69F00", "linestyle": "-.", "marker": "P"},
     "schedule-free": {"color": "#999999", "linestyle": ":", "marker": "X"},
+    "prodigy-plus-schedule-free": {"color": "#332288", "linestyle": "--", "marker": "*"},
 }
 LOOK = {
     "font.size": 9,

@@ -19,7 +19,10 @@ def summary(results: Results, key: str = "train_loss") -> str:
     rows = []
     for name, label in FAMILIES.items():
         found = results.family(name, key)
+        raised = ", ".join(f"{count} ({contender})" for contender, count in results.raised(name).items()) or "0"
         if not found:
+            if results.raised(name):
+                rows.append([label, 0, *[""] * 7, raised])
             continue
         shared = [pair for pair in found if pair in ours]
         values = list(found.values())
@@ -35,10 +38,11 @@ def summary(results: Results, key: str = "train_loss") -> str:
                 f"{percent(found[worst])} ({worst[0]}, {BASES[worst[1]]})",
                 f"{sum(value <= 0.02 for value in values)}",
                 f"{sum(value >= 0.5 for value in values)}",
+                raised,
             ]
         )
     return table(
-        ["", "cases", "mean ρ %", "gains as 0", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %"],
+        ["", "cases", "mean ρ %", "gains as 0", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %", "raised"],
         rows,
     )
 

@@ -8,18 +8,25 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.suite.contenders import CONTENDERS, Contender
-from benchmarks.suite.loop import batches, training
-from benchmarks.suite.record import EVALUATED_AT, Run, versions
+from benchmarks.suite.loop import Batches, Training
+from benchmarks.suite.partial import Partial, path_of
+from benchmarks.suite.record import EVALUATED_AT, Run, environment
 from benchmarks.suite.task import IGNORED, Task
 from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
+
+# Memory, disks, GPUs, and what is not installed or not there; FileNotFoundError is an OSError.
+INFRASTRUCTURE = (MemoryError, torch.OutOfMemoryError, OSError, ImportError)
+INFRASTRUCTURE += (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
 
 
 @functools.cache
@@ -35,19 +42,33 @@ def _evaluation_batches(task: Task) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
-    """Loss and accuracy on a fixed part of the train and of the test data, in evaluation mode."""
+    """The losses on a fixed part of the train and of the test data, in evaluation mode; a classification's accuracy."""
     was_training = model.training
     model.eval()
     found = {}
     for part, (inputs, targets) in _evaluation_batches(task).items():
+        if task.judged_by is not None:
+            found[f"{part}_loss"] = task.judged_by(model, (inputs, targets)).item()
+            continue
         logits = model(*inputs).flatten(0, -2)
         targets = targets.flatten()
         counts = targets != IGNORED
         right = logits.argmax(-1)[counts] == targets[counts]
         found[f"{part}_loss"] = nn.functional.cross_entropy(logits[counts], targets[counts]).item()
         found[f"{part}_accuracy"] = right.float().mean().item()
+        if part == "test":
+            found["test_ece"] = calibration_error(logits[counts], targets[counts])
     model.train(was_training)
     return found
+
+
+def calibration_error(logits: Tensor, targets: Tensor, bins: int = 15) -> float:
+    """How far confidence and accuracy are apart, in the mean over samples, binned by confidence in equal widths."""
+    confidence, answers = logits.softmax(-1).max(-1)
+    # A confidence on a border belongs to the bin below, as in Guo et al. 2017.
+    index = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    excess = torch.zeros(bins).index_add_(0, index, confidence - (answers == targets).float())
+    return (excess.abs().sum() / len(targets)).item()
 
 
 @contextlib.contextmanager
@@ -69,45 +90,139 @@ def evaluation_point(task: Task, model: nn.Module, optimizer: Optimizer, average
 def _settle_batch_norms(task: Task, model: nn.Module) -> None:
     """Schedule-Free's authors advise this before evaluating at other weights than were trained at."""
     if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-        for _, (inputs, _) in zip(range(30), batches(task, seed=0), strict=False):
+        device = str(next(model.parameters()).device)
+        for _, (inputs, _) in zip(range(30), Batches(task, seed=0, device=device), strict=False):
             model(*inputs)
 
 
-def execute(run: Run) -> dict[str, Any]:
-    """Train as the run says; the record of what happened. That an optimizer raises is a result, too."""
+@dataclass
+class Progress:
+    """What a run has found so far."""
+
+    step: int = 0
+    seconds: float = 0.0
+    curve: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def add(self, point: dict[str, float]) -> None:
+        for key, value in point.items():
+            self.curve.setdefault(key, []).append(float(f"{value:.5g}") if math.isfinite(value) else None)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How runs are run, but for what they are."""
+
+    commit: str | None = None
+    on_gpu: bool = False
+    records: Path | None = None  # whose folder of partial runs is used; without it, none is
+    checkpoint_minutes: float = 10.0
+
+
+def execute(run: Run, settings: Settings) -> dict[str, Any]:
+    """Train as the run says; the record of what happened. That an optimizer raises is a result, too, but no score."""
     torch.set_num_threads(1)
     task, contender = TASKS[run.task], CONTENDERS[run.contender]
     task.model(), task.data()  # what is missing here is no fault of the contender
+    device = "cuda" if settings.on_gpu and task.on_gpu and torch.cuda.is_available() else "cpu"
+    origin = environment(settings.commit, device)
+    partial = None
+    if settings.records is not None:
+        partial = Partial(path_of(settings.records, run), origin, settings.checkpoint_minutes)
+    progress, error = Progress(), {}
     try:
-        found = measure(task, contender, run.lr, run.seed)
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:300], "seconds": 0.0, "curve": {}}
-    return {**vars(run), **found, "versions": versions()}
+        measure(task, contender, run.lr, run.seed, progress, device=device, partial=partial)
+    except Exception as raised:
+        if is_infrastructure(raised):
+            raise
+        error = {"error": f"{type(raised).__name__}: {raised}"[:300], "error_step": progress.step}
+    return {**vars(run), **_found(task, progress), **error, **origin}
 
 
-def measure(task: Task, contender: Contender, lr: float, seed: int) -> dict[str, Any]:
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether the machine failed, not the contender: such a run says nothing, and is to be run again."""
+    return isinstance(error, INFRASTRUCTURE) or "can't allocate memory" in str(error)  # torch's words on a CPU
+
+
+def measure(
+    task: Task,
+    contender: Contender,
+    lr: float,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    device: str = "cpu",
+    partial: Partial | None = None,
+) -> dict[str, Any]:
+    """What a record has of a run; ``progress`` has what was found if this raises."""
+    progress = progress or Progress()
+    torch.set_grad_enabled(True)  # mechanic-pytorch leaves it off when it raises, and a worker has many runs
     due = {round(share * task.steps) for share in EVALUATED_AT}
-    curve: dict[str, list[float | None]] = {}
-    average, seconds, start = None, 0.0, time.perf_counter()
-    build = functools.partial(contender.build, task=task, lr=lr)
-    options = {"follows_schedule": contender.follows_schedule, "observes_every": contender.observes_every}
-    for step, model, optimizer in training(task, build, seed, **options):
-        if contender.averages:
-            average = average or _average_of(model)
+    start = time.perf_counter()
+    training = Training(
+        task,
+        functools.partial(contender.build, task=task, lr=lr),
+        seed,
+        follows_schedule=contender.follows_schedule,
+        observes_every=contender.observes_every,
+        device=device,
+    )
+    average = _average_of(training.model) if contender.averages else None
+    if partial is not None and (state := partial.load()) is not None:
+        _continue(state, training, average, progress)
+    for step, model, optimizer in training:
+        progress.step = step
+        if average is not None:
             average.step()
-        if step not in due:
+        saves = partial is not None and partial.due()
+        if step not in due and not saves:
             continue
-        seconds += time.perf_counter() - start
-        with evaluation_point(task, model, optimizer, average) as judged:
-            point = {"step": step, **evaluate(task, judged)}
-        if isinstance(optimizer, Mechanic):
-            point["scale"] = statistics.median(optimizer.scales().values())
-        for key, value in point.items():
-            curve.setdefault(key, []).append(float(f"{value:.5g}") if math.isfinite(value) else None)
-        if not math.isfinite(point["train_loss"]):
-            break  # what has diverged does not come back
+        _wait_for(device)
+        progress.seconds += time.perf_counter() - start
+        if step in due:
+            with evaluation_point(task, model, optimizer, average) as judged:
+                point = {"step": step, **evaluate(task, judged if device == "cpu" else _FromCPU(judged))}
+            if isinstance(optimizer, Mechanic):
+                point["scale"] = statistics.median(optimizer.scales().values())
+            progress.add(point)
+            if not math.isfinite(point["train_loss"]):
+                break  # what has diverged does not come back
+        if saves:
+            partial.save(_state(training, average, progress))
         start = time.perf_counter()
-    return {"steps": task.steps, "seconds": round(seconds, 3), "curve": curve}
+    return _found(task, progress)
+
+
+def _state(training: Training, average: Any, progress: Progress) -> dict[str, Any]:
+    averaged = None if average is None else average.state_dict()
+    return {"training": training.state_dict(), "average": averaged, "progress": vars(progress)}
+
+
+def _continue(state: dict[str, Any], training: Training, average: Any, progress: Progress) -> None:
+    training.load_state_dict(state["training"])
+    if average is not None:
+        average.load_state_dict(state["average"])
+    vars(progress).update(state["progress"])
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class _FromCPU(nn.Module):
+    """A model on another device, that takes and gives what is on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        device = next(self.model.parameters()).device
+        return self.model(*(part.to(device) for part in inputs)).cpu()
+
+
+def _found(task: Task, progress: Progress) -> dict[str, Any]:
+    return {"steps": task.steps, "seconds": round(progress.seconds, 3), "curve": progress.curve}
 
 
 def _average_of(model: nn.Module) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.suite.contenders import BASES, CHANGES, CONTENDERS, FLAT, OURS, PEERS, TUNED, Contender
-from benchmarks.suite.record import Run, final
+from benchmarks.suite.record import Run, final, raised
+from benchmarks.suite.split import DEVELOPMENT, HELD_OUT
 from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import (
     BATCHES,
@@ -48,6 +49,8 @@ SUITES = {
     "hard": _product(HARD, EVERYONE),
 }
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
+SUITES["development"] = _product([TASKS[name] for name in DEVELOPMENT], EVERYONE)
+SUITES["held-out"] = _product([TASKS[name] for name in HELD_OUT], EVERYONE)
 # Where a run takes a few seconds.
 SUITES["defaults"] = _product(
     [*CONVEX, TABULAR, *IMAGES[2:], GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]
@@ -96,7 +99,10 @@ def needed(task: Task, contender: Contender, records: Records, seeds: int) -> li
         return runs
     again = set()
     for key in ("train_loss", "test_loss"):
-        losses = {i: final(records[Run(task.name, contender.name, points[i], 0)], key) for i in on_grid}
+        on_seed_0 = {i: records[Run(task.name, contender.name, points[i], 0)] for i in on_grid}
+        losses = {i: final(record, key) for i, record in on_seed_0.items() if not raised(record)}
+        if not losses:
+            return []  # it raises everywhere: more of the same would not tell more
         best = min(losses, key=losses.__getitem__)
         grown = {best - 1, best + 1} - tried
         if grown and abs(best) < FARTHEST:

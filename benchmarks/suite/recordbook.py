@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,18 @@ class RecordBook:
         if whole < len(content):
             self._whole[path] = whole  # nothing is cut off before something is added: the driver may still live
 
-    def add(self, record: dict[str, Any]) -> None:
-        if (run := run_of(record)) in self.records:
-            return
-        self.records[run] = record
+    def add(self, *records: dict[str, Any]) -> None:
+        """Written to the disk when this returns; several at once cost hardly more than one."""
+        lines: dict[Path, list[str]] = defaultdict(list)
+        for record in records:
+            if (run := run_of(record)) not in self.records:
+                self.records[run] = record
+                lines[self.folder / f"{run.task}.jsonl"].append(json.dumps(record, separators=(",", ":")) + "\n")
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{run.task}.jsonl"
-        if path in self._whole:
-            os.truncate(path, self._whole.pop(path))
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        for path, new in lines.items():
+            if path in self._whole:
+                os.truncate(path, self._whole.pop(path))
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(new)
+                file.flush()
+                os.fsync(file.fileno())

@@ -1,117 +1,102 @@
-"""Runs a suite on Ray, from two cores to a cluster, and appends a record for every run."""
+"""Runs a suite on Ray, from two cores to a cluster with GPUs."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from tqdm import tqdm
 
-from benchmarks.suite.measure import execute
-from benchmarks.suite.plan import Pair, expected_runs, needed
-from benchmarks.suite.record import Run
+from benchmarks.suite.driver import Outcome, Remaining, drive, reason
+from benchmarks.suite.measure import Settings, execute, is_infrastructure
+from benchmarks.suite.plan import Pair
+from benchmarks.suite.record import ROOT, Run, commit
 from benchmarks.suite.recordbook import RecordBook
-from benchmarks.suite.tasks import TASKS
+from benchmarks.suite.task import Task
 
 WORKER_ENVIRONMENT = ("MECHANIC_DATA", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONWARNINGS")
+NOT_SENT = ["/.[a-z]*", "/benchmarks/records", "/build", "/dist", "/docs", "/examples", "/tests", "__pycache__"]
 
 
-class Remaining:
-    """How much of a suite is left."""
-
-    def __init__(self, pairs: list[Pair], book: RecordBook, seeds: int) -> None:
-        self.pairs, self.book, self.seeds = pairs, book, seeds
-
-    def ready(self) -> list[Run]:
-        """What can be started now."""
-        runs = (needed(task, contender, self.book.records, self.seeds) for task, contender in self.pairs)
-        return list(dict.fromkeys(run for pair in runs for run in pair))
-
-    def count(self) -> dict[str, int]:
-        """By task; what a grid still needs is a guess."""
-        done: dict[tuple[str, str], int] = defaultdict(int)
-        for run in self.book.records:
-            done[run.task, run.contender] += 1
-        left: dict[str, int] = defaultdict(int)
-        for task, contender in self.pairs:
-            if start := len(needed(task, contender, self.book.records, self.seeds)):
-                guess = expected_runs(contender, self.seeds) - done[task.name, contender.name]
-                left[task.name] += max(start, guess)
-        return left
-
-    def seconds_per_run(self) -> dict[str, float]:
-        """By task, as recorded; before that, as the task guesses."""
-        spent: dict[str, list[float]] = defaultdict(list)
-        for run, record in self.book.records.items():
-            spent[run.task].append(record["seconds"])
-        return {name: sum(spent[name]) / len(spent[name]) if name in spent else TASKS[name].seconds for name in TASKS}
-
-    def seconds(self, left: dict[str, int]) -> float:
-        """Of so many runs, on one core."""
-        each = self.seconds_per_run()
-        return sum(count * each[task] for task, count in left.items())
-
-
-def list_runs(pairs: list[Pair], seeds: int, folder: Path, cores: int) -> None:
-    """Print what would run and how long."""
-    remaining = Remaining(pairs, RecordBook(folder), seeds)
-    each = remaining.seconds_per_run()
-    left = remaining.count()
-    print(f"{'task':32} {'runs':>6} {'s/run':>6} {'core min':>9}")
-    for task, count in left.items():
-        print(f"{task:32} {count:6} {each[task]:6.1f} {count * each[task] / 60:9.1f}")
-    print(f"{sum(left.values())} runs, {remaining.seconds(left) / cores / 3600:.1f} h on {cores} cores")
-
-
-def run_suite(pairs: list[Pair], seeds: int, folder: Path, address: str | None) -> int:
-    """Run what is not recorded; the number of runs made."""
+def run_suite(
+    pairs: list[Pair],
+    seeds: int,
+    folder: Path,
+    address: str | None,
+    *,
+    gpus_per_run: float = 0.0,
+    checkpoint_minutes: float = 10.0,
+) -> Outcome:
+    """Run what is not recorded."""
     book = RecordBook(folder)
-    remaining = Remaining(pairs, book, seeds)
-    if not remaining.ready():
+    left = Remaining(pairs, book, seeds).count()
+    if not left:
         print("every run is recorded")
-        return 0
-    # Weights to fine-tune and tokenizers are made once, not by every worker at the same time.
-    left = remaining.count()
-    for task in dict.fromkeys(task for task, _ in pairs if left.get(task.name)):
-        task.model(), task.data()
-
-    environment = {name: os.environ[name] for name in WORKER_ENVIRONMENT if name in os.environ}
+        return Outcome()
+    tasks = dict.fromkeys(task for task, _ in pairs if task.name in left)
+    missing = {task.name: why for task in tasks if (why := _prepare(task))}
+    remaining = Remaining([pair for pair in pairs if pair[0].name not in missing], book, seeds)
     ray.init(
         address=address,
-        runtime_env={"env_vars": {**environment, "OMP_NUM_THREADS": "1"}},
+        runtime_env=runtime_environment(sends_code=address is not None),
         include_dashboard=None if address else False,
         log_to_driver=False,
     )
     try:
-        return _drive(remaining, book)
+        settings = Settings(commit(), gpus_per_run > 0, folder.absolute(), checkpoint_minutes)
+        outcome = drive(remaining, book, RayPool(settings, gpus_per_run))
     finally:
         ray.shutdown()
+    outcome.not_run |= {f"all of {task}": why for task, why in missing.items()}
+    return outcome
 
 
-def _drive(remaining: Remaining, book: RecordBook) -> int:
-    # A worker that dies takes its run with it: Ray starts that again.
-    start = ray.remote(num_cpus=1, max_retries=10)(execute)
-    cores = max(1, int(ray.cluster_resources()["CPU"]))
-    in_flight: dict[Any, Run] = {}
-    made = 0
-    with tqdm(total=sum(remaining.count().values()), unit="run", smoothing=0) as bar:
-        while True:
-            waiting = [run for run in remaining.ready() if run not in set(in_flight.values())]
-            for run in waiting[: 2 * cores - len(in_flight)]:
-                in_flight[start.remote(run)] = run
-            if not in_flight:
-                return made
-            finished, _ = ray.wait(list(in_flight), num_returns=1)
-            for reference in finished:
-                book.add(ray.get(reference))
-                del in_flight[reference]
-                made += 1
-                bar.update()
-            left = remaining.count()
-            bar.total = bar.n + sum(left.values())
-            time_left = time.strftime("%H:%M:%S", time.gmtime(remaining.seconds(left) / cores))
-            bar.set_postfix_str(f"{time_left} of work left")
+def _prepare(task: Task) -> str | None:
+    """Weights to fine-tune and tokenizers are made once, not by every worker; what could not be made, and why."""
+    try:
+        task.model(), task.data()
+    except Exception as error:
+        if is_infrastructure(error):
+            return reason(error)
+        raise
+    return None
+
+
+def runtime_environment(sends_code: bool) -> dict[str, Any]:
+    """What Ray gives to every worker; the nodes of a cluster get the code, too, where it is not installed."""
+    variables = {name: os.environ[name] for name in WORKER_ENVIRONMENT if name in os.environ}
+    found: dict[str, Any] = {"env_vars": {**variables, "OMP_NUM_THREADS": "1"}}
+    if sends_code:
+        found |= {"working_dir": str(ROOT), "excludes": NOT_SENT, "py_modules": [str(ROOT / "src" / "mechanic")]}
+    return found
+
+
+class RayPool:
+    """Runs as tasks of Ray. It starts none again by itself: the driver does, and counts."""
+
+    def __init__(self, settings: Settings, gpus_per_run: float) -> None:
+        self._settings = settings
+        self._execute = ray.remote(num_cpus=1, num_gpus=gpus_per_run, max_retries=0)(execute)
+        self._in_flight: dict[Any, Run] = {}
+        resources = ray.cluster_resources()
+        self.slots = max(1, int(resources["CPU"]))
+        if gpus_per_run:
+            if not resources.get("GPU"):
+                raise SystemExit("--gpus-per-run: no node has a GPU")  # Ray would wait for one for ever
+            self.slots = max(1, min(self.slots, int(resources["GPU"] / gpus_per_run)))
+
+    def start(self, run: Run) -> None:
+        self._in_flight[self._execute.remote(run, self._settings)] = run
+
+    def finished(self) -> list[tuple[Run, dict[str, Any] | Exception]]:
+        done, others = ray.wait(list(self._in_flight), num_returns=1)
+        if others:  # to look at all of them takes long, so all that are done are taken at once
+            done += ray.wait(others, num_returns=len(others), timeout=0)[0]
+        return [(self._in_flight.pop(reference), self._get(reference)) for reference in done]
+
+    def _get(self, reference: Any) -> dict[str, Any] | Exception:
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayError as error:  # what the worker raised, or that it died
+            return error

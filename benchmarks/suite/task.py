@@ -13,6 +13,7 @@ from benchmarks.data.datasets import Split
 
 IGNORED = -100  # a target that does not count, as cross_entropy has it
 Prepared = tuple[tuple[Tensor, ...], Tensor]  # what the model sees, and what it should answer
+Loss = Callable[[nn.Module, Prepared], Tensor]
 
 
 def as_it_is(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepared:
@@ -39,9 +40,14 @@ def translation(batch: tuple[Tensor, ...], generator: torch.Generator) -> Prepar
     return (source, target[:, :-1]), torch.where(answer == datasets.PAD_ID, IGNORED, answer)
 
 
+def cross_entropy(model: nn.Module, prepared: Prepared) -> Tensor:
+    inputs, targets = prepared
+    return nn.functional.cross_entropy(model(*inputs).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+
+
 @dataclass(frozen=True)
 class Task:
-    """One training run but for the optimizer; see :func:`benchmarks.suite.loop.training` for the loop."""
+    """One training run but for the optimizer; see :class:`benchmarks.suite.loop.Training` for the loop."""
 
     name: str
     data: Callable[[], Split]
@@ -50,11 +56,10 @@ class Task:
     batch: int
     schedule: Callable[[float], float]
     prepare: Callable[[tuple[Tensor, ...], torch.Generator], Prepared] = as_it_is
+    loss: Loss = cross_entropy  # what is trained
+    judged_by: Loss | None = None  # what is evaluated; None: cross-entropy and accuracy, as of a classification
     weight_decay: float = 0.01  # decoupled; AdamW, NAdamW and Lion
     l2: float = 1e-4  # SGD's own weight decay
+    on_gpu: bool = True  # False: on the CPU even where there is a GPU, as the environments of policies are
     evaluated: int = 1000  # samples of the train and of the test data that the evaluations see
     seconds: float = 10.0  # about, one run on one core
-
-    def loss(self, model: nn.Module, prepared: Prepared) -> Tensor:
-        inputs, targets = prepared
-        return nn.functional.cross_entropy(model(*inputs).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""The tasks that are trained; every one is a classification of something.
+"""The tasks that are trained. Those here are classifications; ``benchmarks.suite.wider`` has other kinds.
 
 ``cpu`` tasks take at most half a minute on one core. The paper's own experiments are recipes in ``benchmarks.paper``.
 """
@@ -11,12 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.data import datasets
+from benchmarks.data import datasets, synthetic
 from benchmarks.data.datasets import Split
-from benchmarks.suite import models
+from benchmarks.suite import models, schedules
 from benchmarks.suite.loop import train_plainly
+from benchmarks.suite.lora import adapt
+from benchmarks.suite.losses import scaled
 from benchmarks.suite.schedules import cosine, steps_down, warm_up_cosine, warm_up_linear
 from benchmarks.suite.task import Task, masked, next_token, translation
+from benchmarks.suite.wider import NEW_KINDS
 
 
 def _convex(name: str, features: int, classes: int, lowest: float = -1.0, suffix: str = "") -> Task:
@@ -144,7 +147,7 @@ def _pretrained(task: Task, lr: float) -> dict[str, Tensor]:
     def make() -> dict[str, Tensor]:
         return train_plainly(task, functools.partial(torch.optim.AdamW, lr=lr, weight_decay=0.01), seed=0).state_dict()
 
-    return datasets.cached(f"weights-{task.name}-{task.steps}", make)
+    return datasets.cached(f"weights-{task.name}-{task.steps}-steps", make)
 
 
 def _continue(model: nn.Module, weights: dict[str, Tensor], body: str) -> nn.Module:
@@ -251,5 +254,68 @@ def _gpt(dropout: float) -> Task:
 DROPOUT = [*(_gpt(rate) for rate in (0.1, 0.3, 0.5)), *(_fine_tuning("banking77", 77, rate) for rate in (0.3, 0.5))]
 LONG = [replace(task, name=f"{task.name}-long", steps=2000) for task in (_by_name["mlp-fashion"], GPT)]
 
+# The wider suite, where it is a task above with something changed.
+
+
+def _low_rank_bert() -> nn.Module:
+    """The head starts anew and is trained whole."""
+    model = _tuned_bert(77, dropout=0.0)
+    model.bert = adapt(model.bert, rank=8)
+    return model
+
+
+def _low_rank_gpt() -> nn.Module:
+    model = GPT.model()
+    model.load_state_dict(_pretrained(replace(GPT, steps=3000), lr=2e-3))
+    return adapt(model, rank=8)
+
+
+def _changed(of: Task, how: str, **changes: object) -> Task:
+    return replace(of, name=f"{of.name}-{how}", **changes)
+
+
+def _mlp(name: str, features: int, classes: int, batch: int, steps: int) -> Task:
+    data, model = functools.partial(datasets.rows, name), functools.partial(models.mlp, features, classes, width=64)
+    return Task(f"mlp-{name}", data, model, steps, batch, schedule=cosine, evaluated=2000, seconds=2.0)
+
+
+_images = {name: functools.partial(datasets.images, name) for name in ("mnist", "fashion_mnist")}
+_letter, _usps = _mlp("letter", 16, 26, batch=64, steps=1000), _mlp("usps", 256, 10, batch=64, steps=600)
+CHANGED = [
+    replace(_fine_tuning("banking77", 77, 0.0), name="lora-banking77", model=_low_rank_bert, seconds=7.0),
+    replace(
+        GPT,
+        name="lora-gutenberg",
+        data=functools.partial(datasets.novels, LENGTH),
+        model=_low_rank_gpt,
+        steps=300,
+        weight_decay=0.0,
+        l2=0.0,
+    ),
+    replace(
+        _by_name["mlp-fashion"],
+        name="imbalanced-fashion",
+        data=functools.partial(synthetic.long_tail, _images["fashion_mnist"], 100),
+    ),
+    replace(_letter, name="imbalanced-letter", data=functools.partial(synthetic.long_tail, _letter.data, 100)),
+    replace(
+        _by_name["cnn-mnist"],
+        name="noisy-labels-mnist",
+        data=functools.partial(synthetic.false_labels, _images["mnist"], 0.4),
+    ),
+    replace(_usps, name="noisy-labels-usps", data=functools.partial(synthetic.false_labels, _usps.data, 0.2)),
+    _changed(TABULAR, "loss1e-6", loss=scaled(1e-6), l2=0.0),  # any l2 would be most of so small a gradient
+    _changed(GPT, "loss1e6", loss=scaled(1e6)),
+    _changed(_mlp("pendigits", 16, 10, batch=1, steps=2000), "batch1"),
+    _changed(_mlp("satimage", 36, 6, batch=10_000, steps=300), "full-batch"),  # a batch is never more than there is
+    _changed(_by_name["mlp-fashion"], "constant", schedule=schedules.constant),
+    _changed(GPT, "constant", schedule=schedules.constant),
+    _changed(GPT, "wsd", schedule=schedules.warm_up_stable_decay),
+    _changed(_by_name["cnn-mnist"], "wsd", schedule=schedules.warm_up_stable_decay),
+    _changed(_by_name["cnn-mnist"], "onecycle", schedule=schedules.one_cycle),
+    _changed(_by_name["resnet-cifar10"], "onecycle", schedule=schedules.one_cycle),
+]
+
 CPU = [*CONVEX, TABULAR, *IMAGES, *LANGUAGE, *FINE_TUNING]
-TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG]}
+WIDER = [*NEW_KINDS, *CHANGED]
+TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG, *WIDER]}

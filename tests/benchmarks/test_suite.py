@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -19,17 +20,18 @@ import torch
 
 pytest.importorskip("ray")
 from benchmarks.report import pages
-from benchmarks.suite import plan
+from benchmarks.suite import plan, record
 from benchmarks.suite.contenders import BASES, CONTENDERS
-from benchmarks.suite.loop import batches, train_plainly, training
+from benchmarks.suite.loop import Batches, Training, train_plainly
 from benchmarks.suite.measure import evaluate, measure
 from benchmarks.suite.record import EVALUATED_AT, Run, final, run_of
 from benchmarks.suite.recordbook import RecordBook
+from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
+from tests.benchmarks.runs import needs_data, record_of
 
 ROOT = Path(__file__).parents[2]
-needs_data = pytest.mark.skipif("MECHANIC_DATA" not in os.environ, reason="needs MECHANIC_DATA, a folder of datasets")
 
 
 @needs_data
@@ -75,7 +77,7 @@ def test_training_goes_the_same_way_whether_it_is_evaluated_or_not():
     def optimizer_of(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    for _, evaluated, _ in training(task, optimizer_of, seed=0):
+    for _, evaluated, _ in Training(task, optimizer_of, seed=0):
         evaluate(task, evaluated)
     undisturbed = train_plainly(task, functools.partial(torch.optim.AdamW, lr=1e-3), seed=0)
     for found, expected in zip(evaluated.parameters(), undisturbed.parameters(), strict=True):
@@ -86,14 +88,58 @@ def test_training_goes_the_same_way_whether_it_is_evaluated_or_not():
 def test_few_rows_are_of_every_class_and_make_a_small_batch_where_they_must():
     few = TASKS["cnn-mnist-500"]
     assert len(few.data().train[1].unique()) == 10
-    _, targets = next(batches(few, seed=0, rows=torch.arange(50)))
+    _, targets = next(Batches(few, seed=0, rows=torch.arange(50)))
     assert len(targets) == 50 < few.batch
 
 
-def record_of(run, loss):
-    count = len(EVALUATED_AT)
-    curve = {key: [1.0] * (count - 3) + [loss] * 3 for key in ("train_loss", "test_loss")}
-    return {**vars(run), "seconds": 1.0, "curve": curve}
+@pytest.mark.parametrize("name", TASKS)
+def test_no_step_of_a_task_is_taken_at_a_learning_rate_of_0(name):
+    task = TASKS[name]
+    for steps in (3, 20, task.steps):
+        factors = [at_steps(task.schedule, steps)(step) for step in range(steps)]
+        assert min(factors) > 0
+        assert max(factors) <= 1
+
+
+@needs_data
+def test_an_optimizer_that_raises_at_a_learning_rate_of_0_gets_to_the_end_of_a_warm_up():
+    task = replace(TASKS["gpt-shakespeare"], steps=20)
+    found = measure(task, CONTENDERS["d-adaptation sgd"], 1.0, seed=0)
+    assert found["curve"]["step"][-1] == 20
+
+
+def git(folder, *words):
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_record_names_the_commit_and_whether_the_code_was_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record.commit() is None  # no git
+    records, code = tmp_path / "benchmarks" / "records", tmp_path / "src" / "mechanic"
+    for folder in (records, code):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("old")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "all")
+    name = git(tmp_path, "rev-parse", "--short", "HEAD")
+    assert record.commit() == name
+    (records / "file").write_text("new")  # as every run does
+    assert record.commit() == name
+    (code / "file").write_text("new")
+    assert record.commit() == name + "+"
+
+
+def test_a_record_has_the_versions_of_all_contenders_and_the_machine_but_no_host():
+    found = record.environment("abc1234")
+    assert set(record.PACKAGES) <= set(found["versions"])
+    assert set(found["machine"]) == {"cpu", "cores"}
+    text = json.dumps(found)
+    assert len(text) < 700
+    for private in (platform.node(), str(Path.home()), str(ROOT)):
+        assert private not in text
 
 
 def run_to_the_end(task, contender, loss_of, seeds):

@@ -11,7 +11,6 @@ from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +33,8 @@ class Sent(TorchDispatchMode):
 
 
 def main(ranks, replicas):
+    from torch.distributed.fsdp import fully_shard
+
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     if replicas == 1:
         mesh = init_device_mesh("cpu", (ranks,))

@@ -1,0 +1,187 @@
+"""A run that was killed continues where it was saved, and ends on the same record, bit for bit."""
+
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.suite import driver, plan
+from benchmarks.suite.contenders import BASES, CONTENDERS
+from benchmarks.suite.loop import Training
+from benchmarks.suite.measure import Settings, execute, measure
+from benchmarks.suite.partial import Partial, path_of
+from benchmarks.suite.record import Run
+from benchmarks.suite.recordbook import RecordBook
+from benchmarks.suite.tasks import TASKS
+from tests.benchmarks.runs import needs_data, record_of
+
+STEPS, FATAL = 20, 13
+
+
+class Killed(BaseException):
+    """No Exception: nobody may take it for a contender's."""
+
+
+def dies(contender, fate):
+    """The contender, but for its fate after so many steps."""
+
+    def build(model, task, lr):
+        optimizer = contender.build(model, task, lr)
+        take_step, taken = optimizer.step, 0
+
+        def step(self, closure=None):
+            nonlocal taken
+            taken += 1
+            if taken == FATAL:
+                fate()
+            return take_step(closure)
+
+        optimizer.step = types.MethodType(step, optimizer)
+        return optimizer
+
+    return replace(contender, build=build)
+
+
+def raise_killed():
+    raise Killed
+
+
+def small(name):
+    return replace(TASKS[name], steps=STEPS)
+
+
+@needs_data
+# A variant is Mechanic with another config.
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if not name.startswith("variant")])
+def test_every_contender_continues_as_if_nothing_had_been(name, tmp_path):
+    task, contender = small("mlp-adult"), CONTENDERS[name]
+    lr = contender.lr or (contender.lrs or (BASES[contender.base],))[0]
+    partial = functools.partial(Partial, tmp_path / "run.pt", {}, minutes=0.0)
+    whole = measure(task, contender, lr, seed=0)
+    with pytest.raises(Killed):
+        measure(task, dies(contender, raise_killed), lr, seed=0, partial=partial())
+    assert partial().load()["training"]["step"] == FATAL - 1
+    torch.rand(5)  # whatever the next process has drawn
+    continued = measure(task, contender, lr, seed=0, partial=partial())
+    assert continued["curve"] == whole["curve"]
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("task", "observes_every"),
+    [("gpt-shakespeare-dropout0.3", 0), ("bert-mlm", 0), ("resnet-cifar10", 0), ("cnn-mnist-500", 4)],
+)
+def test_weights_are_equal_with_dropout_masks_batch_norms_and_held_out_rows(task, observes_every):
+    build = functools.partial(CONTENDERS["mechanic adamw"].build, task=small(task), lr=1.0)
+    options = {"seed": 3, "observes_every": observes_every}
+    *_, (_, whole, _) = Training(small(task), build, **options)
+    for step, _, _ in (first := Training(small(task), build, **options)):
+        if step == FATAL:
+            break
+    state = first.state_dict()
+    second = Training(small(task), build, **options)
+    second.load_state_dict(state)
+    steps = [step for step, _, _ in second]
+    assert steps == list(range(FATAL + 1, STEPS + 1))
+    for name, expected in whole.state_dict().items():
+        assert second.model.state_dict()[name].equal(expected), name
+
+
+RUN = Run("gpt-shakespeare-dropout0.3", "mechanic adamw", 1.0, 0)
+
+
+def run_and_die(records):
+    """In a process of its own."""
+    CONTENDERS[RUN.contender] = dies(CONTENDERS[RUN.contender], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    continue_run(records)
+
+
+def continue_run(records):
+    TASKS[RUN.task] = small(RUN.task)
+    return execute(RUN, Settings("abc1234", records=records, checkpoint_minutes=0.0))
+
+
+@needs_data
+def test_a_run_whose_process_is_killed_ends_on_the_same_record(tmp_path, monkeypatch):
+    process = multiprocessing.get_context("spawn").Process(target=run_and_die, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    saved = torch.load(path_of(tmp_path, RUN), weights_only=False)
+    assert saved["state"]["training"]["step"] == FATAL - 1
+
+    monkeypatch.setitem(TASKS, RUN.task, small(RUN.task))
+    drawn = []
+    monkeypatch.setattr(Training, "_take_step", counted(Training._take_step, drawn))
+    continued = continue_run(tmp_path)
+    assert len(drawn) == STEPS - FATAL + 1
+    whole = execute(RUN, Settings("abc1234"))
+    assert len(drawn) == STEPS - FATAL + 1 + STEPS
+    assert continued.pop("seconds") > 0
+    assert whole.pop("seconds") > 0
+    assert continued == whole
+
+
+def counted(method, calls):
+    def count(self):
+        calls.append(self.step)
+        method(self)
+
+    return count
+
+
+@needs_data
+def test_what_other_code_has_saved_is_not_continued(tmp_path):
+    partial = Partial(tmp_path / "run.pt", {"commit": "old"}, minutes=0.0)
+    assert partial.load() is None
+    partial.save({"step": 3})
+    assert partial.load() == {"step": 3}
+    assert Partial(tmp_path / "run.pt", {"commit": "new"}, minutes=0.0).load() is None
+    partial.path.write_bytes(partial.path.read_bytes()[:-100])
+    assert partial.load() is None
+
+
+def test_a_short_run_saves_nothing(tmp_path):
+    assert not Partial(tmp_path / "run.pt", {}, minutes=10.0).due()
+
+
+def test_the_driver_removes_what_was_saved_when_the_record_is_written(tmp_path):
+    run = Run("convex-iris", "mechanic adamw", 1.0, 0)
+    Partial(path_of(tmp_path, run), {}, minutes=0.0).save({})
+    assert path_of(tmp_path, run).exists()
+    (pair,) = [pair for pair in plan.SUITES["smoke"] if pair[1].name == run.contender]
+    book = RecordBook(tmp_path)
+    driver.drive(driver.Remaining([pair], book, seeds=1), book, OnePool())
+    assert run in book.records
+    assert list(path_of(tmp_path, run).parent.iterdir()) == []
+
+
+class OnePool:
+    """Runs one after the other."""
+
+    slots = 1
+
+    def __init__(self):
+        self.runs = []
+
+    def start(self, run):
+        self.runs.append(run)
+
+    def finished(self):
+        run = self.runs.pop(0)
+        return [(run, record_of(run, 0.5))]
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["mechanic adamw", "dog", "schedule-free sgd"])
+def test_on_a_device_of_another_name_the_same_is_found(name):
+    task, contender = small("resnet-cifar10"), CONTENDERS[name]
+    here, there = (measure(task, contender, contender.lr, seed=0, device=device) for device in ("cpu", "cpu:0"))
+    assert here["curve"] == there["curve"]
+    assert all(map(math.isfinite, here["curve"]["train_loss"]))

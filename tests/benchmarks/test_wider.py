@@ -1,0 +1,138 @@
+"""The wider suite's tasks: all there, repeatable, finite; and what an evaluation finds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("gymnasium")
+pytest.importorskip("sklearn")
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+from benchmarks.suite import schedules
+from benchmarks.suite.loop import Batches, Training
+from benchmarks.suite.lora import Adapted, adapt
+from benchmarks.suite.losses import squares
+from benchmarks.suite.measure import _evaluation_batches, calibration_error, evaluate
+from benchmarks.suite.split import DEVELOPMENT, HELD_OUT, SPLIT
+from benchmarks.suite.tasks import TASKS
+from benchmarks.suite.wider import NEW_KINDS
+from tests.benchmarks.runs import needs_data
+
+PRETRAINED = {"lora-banking77", "lora-gutenberg"}  # what they adapt takes minutes to train where it is not kept
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def losses_of(task, steps):
+    task = replace(task, steps=steps)
+    return [evaluate(task, model) for _, model, _ in Training(task, adamw, seed=0)]
+
+
+def test_the_split_names_forty_distinct_tasks_and_all_are_there():
+    assert len(SPLIT) == 20
+    assert len({*DEVELOPMENT, *HELD_OUT}) == 40
+    assert {*DEVELOPMENT, *HELD_OUT} <= TASKS.keys()
+    assert {task.name for task in NEW_KINDS} <= {*DEVELOPMENT, *HELD_OUT}
+
+
+@needs_data
+@pytest.mark.parametrize("name", [name for name in (*DEVELOPMENT, *HELD_OUT) if name not in PRETRAINED])
+def test_a_task_trains_and_evaluates_finitely_and_a_seed_repeats(name):
+    task = replace(TASKS[name], evaluated=32)
+    found = losses_of(task, steps=3)
+    assert found == losses_of(task, steps=3)
+    assert found[0] != found[-1]
+    classifies = {"train_loss", "test_loss", "train_accuracy", "test_accuracy", "test_ece"}
+    for point in found:
+        assert point.keys() == (classifies if task.judged_by is None else {"train_loss", "test_loss"})
+        assert all(math.isfinite(value) for value in point.values())
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PRETRAINED))
+def test_adapters_train_and_evaluate_finitely_and_a_seed_repeats(name):
+    test_a_task_trains_and_evaluates_finitely_and_a_seed_repeats(name)
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["convex-iris", "gpt-shakespeare"])
+def test_a_classification_is_evaluated_as_before_and_its_calibration_is_new(name):
+    task = replace(TASKS[name], evaluated=64)
+    torch.manual_seed(0)
+    model = task.model()
+    found = evaluate(task, model)
+    with torch.no_grad():
+        for part, (inputs, targets) in _evaluation_batches(task).items():
+            logits = model(*inputs).flatten(0, -2)
+            assert found.pop(f"{part}_loss") == nn.functional.cross_entropy(logits, targets.flatten()).item()
+            right = logits.argmax(-1) == targets.flatten()
+            assert found.pop(f"{part}_accuracy") == right.float().mean().item()
+    assert found.keys() == {"test_ece"}
+
+
+@needs_data
+@pytest.mark.parametrize("task", [task for task in NEW_KINDS if task.on_gpu], ids=lambda task: task.name)
+def test_a_task_trains_on_another_device(task):
+    """Here the meta device, which has no numbers but raises if it meets a tensor of the CPU."""
+    model = task.model().to("meta")
+    task.loss(model, next(Batches(task, seed=0, device="meta"))).backward()
+
+
+@needs_data
+def test_a_broken_policy_has_no_return():
+    task = TASKS["policy-cartpole"]
+    model = task.model()
+    assert math.isfinite(evaluate(task, model)["train_loss"])
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    assert math.isnan(evaluate(task, model)["train_loss"])
+
+
+def test_the_calibration_error_is_what_the_hand_computes():
+    confidence = torch.tensor([0.9, 0.9, 0.6, 0.6])
+    logits = torch.stack([confidence, 1 - confidence], 1).log()
+    # Two at .9, of which one is right: .4 apart. Two at .6, both right: .4 apart as well.
+    assert calibration_error(logits, torch.tensor([0, 1, 0, 0])) == pytest.approx(0.4)
+    # None of those at .6 is right: .6 apart.
+    assert calibration_error(logits, torch.tensor([0, 1, 1, 1])) == pytest.approx((2 * 0.4 + 2 * 0.6) / 4)
+    # Errors of one bin cancel, those of two do not.
+    halves = torch.tensor([[0.5, 0.5]]).log().repeat(2, 1)
+    assert calibration_error(halves, torch.tensor([0, 1])) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.randn(5, 3)
+    before, frozen = model(inputs), [p.detach().clone() for p in model.parameters()]
+    adapt(model, rank=2)
+    assert model(inputs).equal(before)
+    assert [type(module) for module in model] == [Adapted, nn.LayerNorm, Adapted]
+    assert sum(p.numel() for p in model.parameters()) == 2 * (3 + 4) + 2 * (4 + 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        squares(model, ((inputs,), torch.ones(5, 2))).backward()
+        optimizer.step()
+    assert not model(inputs).equal(before)
+    assert all(one.equal(other) for one, other in zip(model.buffers(), frozen, strict=True))
+
+
+def test_one_cycle_is_torchs():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=1001, cycle_momentum=False)
+    for step in range(1000):
+        optimizer.step()
+        # torch's peak is one step before 30 % of all.
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(schedules.one_cycle(step / 1000), abs=0.005)
+        cycle.step()
+
+
+def test_warm_up_stable_decay_has_three_parts():
+    shares = (0.0, 0.025, 0.05, 0.5, 0.8, 0.9, 1.0)
+    expected = [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    assert [schedules.warm_up_stable_decay(share) for share in shares] == pytest.approx(expected)
