@@ -2,11 +2,14 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+import mechanic
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,11 +45,21 @@ def test_importing_mechanic_torch_imports_no_other_framework():
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
-def test_importing_mechanic_torch_takes_less_than_50_ms_beyond_torch():
-    uncovered = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+def test_importing_mechanic_torch_takes_less_than_50_ms_beyond_torch(tmp_path):
+    # pip compiles what it installs. A checkout may not be compiled, so the package is copied to where it can be.
+    shutil.copytree(Path(mechanic.__file__).parent, tmp_path / "mechanic")
+    ours = ("COV", "PYTHONDONTWRITEBYTECODE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     clock = "import time, torch; t = time.process_time(); import mechanic.torch; print(time.process_time() - t)"
     runs = [
-        subprocess.run([sys.executable, "-c", clock], env=uncovered, check=True, timeout=60, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", clock],
+            env=env | {"PYTHONPATH": str(tmp_path)},
+            check=True,
+            timeout=60,
+            capture_output=True,
+        )
         for _ in range(3)
     ]
+    assert list(tmp_path.rglob("*.pyc"))
     assert min(float(run.stdout) for run in runs) < 0.05
