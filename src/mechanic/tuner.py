@@ -24,8 +24,8 @@ SUMS = ("delta_grad", "delta_param", "grad_sq", "param_sq", "delta_sq")
 FINDING_STEPS = 50
 """About how many steps S takes to find its size. Until then Delta is young, and little of it is forgotten."""
 
-ZERO_START_NORM = 1e-3
-"""Used as ``|x_1|`` if all parameters start at zero, so that there is something to take a fraction of."""
+ZERO_START_NORM = 1.0
+"""Used as ``|x_1|`` if all parameters start at zero: about the norm of a small layer's usual initialisation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,14 @@ class TunerConfig:
             the parameters before anything has been learned; otherwise it is the first scale itself. Default: 0.01.
         relative_start: measure ``s_init`` against the norm of the parameters. Default: True.
         decay: the paper's lambda. It keeps S from growing without bound on separable data. Default: 0.001.
-        eps: added to sqrt(v) to avoid a division by zero. Default: 1e-8.
+        eps: added to sqrt(v). Where sqrt(v) is 0 nothing is divided, so it is not needed. Default: 0.
         guard: let the parameters fall back by at most half of their distance from the start per step, so that one bad
             batch cannot undo a run. Default: True.
         forgetting: while S is larger than ever before, forget part of what was moved at a smaller S: up to this many
             parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does. Default: 4.
-        settle: if the learning rate has fallen to a fraction of its peak, let S change only by that fraction, so that a
-            schedule calms all movement. Without it a learning rate of 0 still moves the parameters. Default: True.
+        settle: let a schedule calm all movement. If the learning rate has fallen to a fraction of its peak, S changes
+            only by that fraction, and what Delta has moved so far follows S only by that fraction, within the limit
+            of ``forgetting``. Without it a learning rate of 0 still moves the parameters. Default: True.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
@@ -58,7 +59,7 @@ class TunerConfig:
     s_init: float = 0.01
     relative_start: bool = True
     decay: float = 0.001
-    eps: float = 1e-8
+    eps: float = 0.0
     guard: bool = True
     forgetting: float = 4.0
     settle: bool = True
@@ -86,6 +87,7 @@ class TunerConfig:
             s_init=1e-8,
             relative_start=False,
             decay=0.01,
+            eps=1e-8,
             guard=False,
             forgetting=0.0,
             settle=False,
@@ -121,20 +123,31 @@ class TunerState(NamedTuple):
     nonfinite_steps: Array  # how many steps had sums that were not finite
 
 
-def delta_retention(before: TunerState, after: TunerState, config: TunerConfig, xp: Any) -> Array | None:
+def delta_retention(
+    before: TunerState, after: TunerState, config: TunerConfig, xp: Any, rate: Array | None = None
+) -> Array | None:
     """k, the share of Delta that is kept in a step, [tuners]; None if nothing is ever forgotten.
 
-    If S grows beyond its largest value so far, it would also scale up what was moved at a smaller S, and undo what has
-    settled since. So Delta shrinks by as much as S grows, but by at most ``forgetting`` parts in t + 50.
+    S scales all of Delta, also what was moved long ago and has settled since. Delta shrinks by as much as S grows, so
+    that this stays where it is, in two cases: if S is larger than ever before, and as far as the schedule has brought
+    the learning rate down. In the second case Delta also grows by as much as S shrinks. A step changes Delta by at most
+    ``forgetting`` parts in t + 50.
     """
     if not config.forgetting:
         return None
     # One number per tuner; the state holds it n times, so that all fields have one shape.
-    former, largest, steps = (
-        xp.sum(array, -1) / len(config.betas) for array in (before.largest_scale, after.largest_scale, before.steps)
+    former, largest, steps, peak = (
+        xp.sum(array, -1) / len(config.betas)
+        for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
     )
+    limit = config.forgetting / (steps + FINDING_STEPS)
     shrunk = xp.where(former > 0, former / xp.where(largest > 0, largest, 1.0), 1.0)
-    return xp.maximum(shrunk, 1 - config.forgetting / (steps + FINDING_STEPS))
+    if rate is None or not config.settle:
+        return xp.maximum(shrunk, 1 - limit)
+    scale, new_scale = total_scale(before, xp), total_scale(after, xp)
+    still = xp.where((scale > 0) & (new_scale > 0), scale / xp.where(new_scale > 0, new_scale, 1.0), 1.0)
+    span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
+    return xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
 
 
 def total_scale(state: TunerState, xp: Any) -> Array:
@@ -203,9 +216,7 @@ def update(
         rate = rate.reshape(-1, 1)
         largest_rate = xp.maximum(largest_rate, rate)
         if config.settle:
-            # At a learning rate of 0, or below 0 at the end of a linear schedule, S does not change.
-            pace = xp.clip(rate / xp.where(largest_rate > 0, largest_rate, 1.0), 0.0, 1.0)
-            scales = state.scales + pace * (scales - state.scales)
+            scales = state.scales + _pace(rate, largest_rate, xp) * (scales - state.scales)
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale
@@ -217,3 +228,8 @@ def update(
         *(xp.where(finite & (grad_sq > 0), new, old) for new, old in zip(proposed, state, strict=True))
     )
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))
+
+
+def _pace(rate: Array, largest_rate: Array, xp: Any) -> Array:
+    """The learning rate as a share of its peak; 0 where it is below 0, at the end of a linear schedule."""
+    return xp.clip(rate / xp.where(largest_rate > 0, largest_rate, 1.0), 0.0, 1.0)

@@ -85,7 +85,7 @@ def _tune(training, groups):
         sums += [d @ g, d @ x, g @ g, x @ x, d @ d]
     rate = np.array([max(float(group["lr"]) for group in groups)])
     tuned = update(state, sums[None], betas, training.config, np, rate)
-    kept = delta_retention(state, tuned, training.config, np)
+    kept = delta_retention(state, tuned, training.config, np, rate)
     return total_scale(state, np)[0], total_scale(tuned, np)[0], 1.0 if kept is None else float(kept[0])
 
 

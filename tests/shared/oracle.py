@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 OUR_BETAS = (0.99, 0.999, 0.9999, 0.99999, 0.999999)
+EPSILON = 1e-8
 PAPERS_NUMBERS = {"betas": (0.9, *OUR_BETAS), "lam": 0.01, "s_init": 1e-8}
 
 
@@ -25,9 +26,10 @@ class Departures:
     stored_delta: bool = True  # line 8 skipped
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
+    no_epsilon: bool = True  # line 16: nothing is added to sqrt(v)
     guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
     forgetting: bool = True  # line 9: a part of Delta is let go while S is larger than ever
-    settling: bool = True  # after the guard: S goes lr / max lr of its way
+    settling: bool = True  # after the guard: S goes lr / max lr of its way; line 9: Delta makes up for the rest
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod
@@ -37,7 +39,7 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(relative_start=False, guard=False, forgetting=False, settling=False)
+        return cls(relative_start=False, no_epsilon=False, guard=False, forgetting=False, settling=False)
 
 
 class Oracle:
@@ -51,11 +53,10 @@ class Oracle:
         betas: tuple[float, ...] = OUR_BETAS,
         lam: float = 0.001,
         s_init: float = 0.01,
-        eps: float = 1e-8,
         own_iterates: bool = False,
         departures: Departures | None = None,
     ) -> None:
-        self.base, self.lam, self.s_init, self.eps = base, lam, s_init, eps  # 1
+        self.base, self.lam, self.s_init = base, lam, s_init  # 1
         self.departures = departures or Departures()
         self.own_iterates = own_iterates  # Theorem 1: the base steps on x_ref + Delta
         self.beta, self.n = np.array(betas), len(betas)
@@ -75,12 +76,13 @@ class Oracle:
         """One pass of the loop, line 5, with the gradient of line 6; or another one as the feedback of line 10."""
         d, x = self.departures, self.x
         u = self.base(self.x_ref + self.delta if self.own_iterates else x, g)  # 7
-        delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + self.eps)  # 8
+        delta = self.delta if d.stored_delta else (x - self.x_ref) / (self.scale + EPSILON)  # 8
         feedback = g if observed is None else observed
         kept = 1.0
         if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
+            scale = self.scale
             self._tune(feedback, x, delta)
-            kept = self._delta_retention()
+            kept = self._delta_retention(scale)
         self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17
 
@@ -95,29 +97,37 @@ class Oracle:
         largest_before = self.largest_delta
         self.largest_delta = max(largest_before, float(norm(delta)))
         wealth = self._s_init(x) * self.m / self.n + self.r  # 15
-        s = wealth / (np.sqrt(self.v) + self.eps)  # 16
+        root = np.sqrt(self.v) + (0.0 if d.no_epsilon else EPSILON)
+        s = wealth / np.where(root > 0, root, 1.0)  # 16
         floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
         if d.guard and s.sum() < floor:
             s = s + (floor - s.sum()) / self.n
-        rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
-        self.largest_rate = max(self.largest_rate, rate)
+        self.largest_rate = max(self.largest_rate, self.base.lr(self.base.t - 1))
         if d.settling:
-            pace = max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
-            s = self.s + pace * (s - self.s)
+            s = self.s + self._pace() * (s - self.s)
         self.s_before, self.s = self.s, s
 
-    def _delta_retention(self) -> float:
+    def _delta_retention(self, scale: float) -> float:
         former, t = self.largest_scale, self.t
         self.largest_scale, self.t = max(former, self.scale), t + 1
         if not self.departures.forgetting or self.own_iterates or former == 0:
             return 1.0
-        return max(former / self.largest_scale, 1 - 4 / (t + 50))
+        if self.largest_scale > former:
+            return max(former / self.largest_scale, 1 - 4 / (t + 50))
+        if not self.departures.settling or scale == 0 or self.scale == 0:
+            return 1.0
+        most = (1 - self._pace()) * 4 / (t + 50)
+        return min(max(scale / self.scale, 1 - most), 1 + most)
+
+    def _pace(self) -> float:
+        rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
+        return max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
 
     def _s_init(self, x: Floats) -> float:
         if not self.departures.relative_start:
             return self.s_init
         if self.initial_norm == 0:
-            self.initial_norm = float(np.linalg.norm(x)) or 1e-3
+            self.initial_norm = float(np.linalg.norm(x)) or 1.0
         return self.s_init * self.initial_norm / self.largest_delta if self.largest_delta > 0 else 0.0
 
 

@@ -110,11 +110,15 @@ def mechanize(
             count=jnp.zeros((), jnp.int32),
         )
 
-    def tune(tuner: TunerState, sums: jax.Array, count: jax.Array) -> TunerState:
-        """The tuners after the step. ``count`` is the base's place in the schedule; steps without feedback count."""
+    def tune(tuner: TunerState, sums: jax.Array, count: jax.Array) -> tuple[TunerState, jax.Array | None]:
+        """The tuners after the step, and the share of Delta to keep.
+
+        ``count`` is the base's place in the schedule; steps without feedback count.
+        """
         betas = jnp.asarray(tuner_config.betas, sums.dtype)
         rate = None if schedule is None else jnp.asarray(schedule(count), sums.dtype)
-        return update(tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+        tuned = update(tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)
+        return tuned, delta_retention(tuner, tuned, tuner_config, jnp, rate)
 
     def step_base(
         leaves: Leaves, grads: Sequence[jax.Array], base_state: PyTree, extra_args: Mapping[str, Any]
@@ -151,7 +155,7 @@ def mechanize(
         dtype, tuners = state.tuner.scales.dtype, len(leaves.names)
         # [tuners, 5], and a sixth column for the gradients where they are not the feedback
         sums = measure(leaves.values, feedback, delta, unobserved, leaves.rows, tuners, dtype, axis_name)
-        tuner = tune(state.tuner, sums, state.count)
+        tuner, retention = tune(state.tuner, sums, state.count)
         new_scale = total_scale(tuner, jnp)  # S', [tuners]
 
         # NaN and inf would stay in the base's moments for ever, so a tuner with such gradients gives it zeros.
@@ -159,7 +163,6 @@ def mechanize(
         grads = [jnp.where(finite[row], g, 0) for g, row in zip(grads, leaves.rows, strict=True)]
         u, base_state = step_base(leaves, grads, state.base, extra_args)
 
-        retention = delta_retention(state.tuner, tuner, tuner_config, jnp)
         new_delta, steps = _advance(leaves, delta, u, scale, new_scale, retention)
         new_state = new_state._replace(
             scale=dict(zip(leaves.names, new_scale, strict=True)),

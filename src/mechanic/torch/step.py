@@ -39,7 +39,7 @@ def step(wrapped: Wrapped[Any]) -> None:
     # Tune: S becomes S'.
     rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
-    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, torch))
+    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, torch, rates))
     scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention)
 
     # Let the base step, and scale what it did.
