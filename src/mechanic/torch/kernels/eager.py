@@ -177,7 +177,7 @@ def prepare_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
     of_delta = _factor_of_delta(scale, decay, retention)
-    of_value = torch.full_like(scale, -decay)
+    of_value = _number_like(scale, -decay)
     back = -scale
     for x, d in _batches(values, deltas):
         add_scaled(x, d, back)
@@ -191,7 +191,7 @@ def restore_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
     back = 1 / _factor_of_delta(scale, decay, retention)
-    of_value = torch.full_like(scale, decay)
+    of_value = _number_like(scale, decay)
     for x, d in _batches(values, deltas):
         if decay:
             add_scaled(d, x, of_value)
@@ -205,8 +205,13 @@ def _factor_of_delta(scale: Tensor, decay: float, retention: Tensor | None) -> T
     return (1.0 if retention is None else retention) - decay * scale
 
 
-def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
-    if values and not takes_pieces(values[0].device):
+def _number_like(tensor: Tensor, number: float) -> Tensor | float:
+    """What :func:`add_scaled` takes for a number: a 0-dim tensor for pieces, itself for whole lists."""
+    return torch.full_like(tensor, number) if takes_pieces(tensor.device) else number
+
+
+def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor | float) -> None:
+    if not isinstance(factor, Tensor) or (values and not takes_pieces(values[0].device)):
         whole.add_scaled(values, directions, factor)
     else:
         foreach_addcmul_(values, directions, [factor] * len(values))

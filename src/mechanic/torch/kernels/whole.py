@@ -169,8 +169,11 @@ def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
         foreach_mul_(integers, flag.to(dtype))
 
 
-def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
+def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor | float) -> None:
     """x <- x + factor d."""
+    if not isinstance(factor, Tensor):
+        foreach_add_(values, directions, alpha=factor)
+        return
     if TAKES_ZERO_DIM_FACTORS:
         foreach_addcmul_(values, [factor] * len(values), directions)
         return
