@@ -127,6 +127,27 @@ def test_steps_with_complex_parameters_are_those_of_the_cpu(dtype, off_the_cpu):
     torch.testing.assert_close(run_complex(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("decay", "retention"), [(0.0, None), (0.25, None), (0.0, 0.9), (0.25, 0.9)])
+def test_every_kernel_is_that_of_the_cpu(decay, retention, off_the_cpu):
+    scale, change = torch.tensor(0.5, dtype=torch.float64), torch.tensor(-0.125, dtype=torch.float64)
+    kept = None if retention is None else torch.tensor(retention, dtype=torch.float64)
+    calls = {
+        "combine": (3, (scale, change, kept)),
+        "prepare_delta": (2, (scale, decay, kept)),
+        "restore_delta": (2, (scale, decay, kept)),
+        "add_scaled": (2, (scale,)),
+        "add_scaled_step": (2, (scale,)),
+    }
+    results = []
+    for turn_on in (lambda: None, off_the_cpu):
+        turn_on()
+        for name, (count, arguments) in calls.items():
+            lists = [tensors(torch.float64, seed) for seed in range(count)]
+            getattr(eager, name)(*lists, *arguments)
+            results.append(lists)
+    torch.testing.assert_close(results[5:], results[:5], rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("present", ["gd", "d", ""])
 def test_the_five_sums_are_those_of_the_cpu(dtype, present, off_the_cpu):
