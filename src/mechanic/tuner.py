@@ -224,9 +224,8 @@ def update(
     proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *steps)
     # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite.
     finite = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(xp.sum(root_variance / n, -1, keepdims=True))
-    learned = TunerState(
-        *(xp.where(finite & (grad_sq > 0), new, old) for new, old in zip(proposed, state, strict=True))
-    )
+    has_feedback = finite & (grad_sq > 0)
+    learned = TunerState(*(xp.where(has_feedback, new, old) for new, old in zip(proposed, state, strict=True)))
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))
 
 

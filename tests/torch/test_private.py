@@ -49,6 +49,16 @@ def test_foreach_functions_work_in_place_on_every_tensor_of_a_list():
     assert [tensor.tolist() for tensor in ours] == [[2.0, 4.0], 6.0]
 
 
+def test_foreach_functions_make_a_tensor_for_every_one_of_a_list():
+    tensors = [torch.tensor([3.0, -4.0]), torch.tensor(-2.0), torch.zeros(0), torch.tensor([float("inf")])]
+    scaled = private.foreach_mul(tensors, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in scaled] == [[6.0, -8.0], -4.0, [], [float("inf")]]
+    assert tensors[0].tolist() == [3.0, -4.0]
+    norms = private.foreach_norm(tensors, dtype=torch.float64)
+    assert [norm.tolist() for norm in norms] == [5.0, 2.0, 0.0, float("inf")]
+    assert {norm.dtype for norm in norms} == {torch.float64}
+
+
 def test_unflatten_gives_back_what_flatten_joined():
     tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(7.0), torch.ones(1, 2)]
     flat = private.flatten(tensors)

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.kernels import Kernels, eager
-from mechanic.torch.kernels.rounding import (
-    RESIDUAL_DTYPE,
-    is_half_precision,
-    store_rounded,
-    values_of,
-    working_dtype,
-)
+from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision, working_dtype
 from mechanic.torch.layout import DELTA, RESIDUAL, ROW, Group
 from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, locals_of, set_local
@@ -94,12 +88,11 @@ class Bucket:
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
         sums = self.kernels.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
-        return sums * self.weight
+        return sums if self.weight == 1 else sums * self.weight
 
     def grad_sq(self) -> Tensor:
         """|g|^2, [1], of what this rank holds; not weighted, as it only tells whether the gradients are finite."""
-        grads = self._grads()
-        return eager.dot(grads, grads, self.device).reshape(1)
+        return eager.squared_norm(self._grads(), self.device).reshape(1)
 
     def discard_grads_unless(self, finite: Tensor) -> None:
         """Zero the gradients if the flag of their tuner is False, [tuners]: the base must not see them."""
@@ -126,11 +119,16 @@ class Bucket:
             lent = self._values(copy=True)
         if self.own_iterates:
             self.kernels.add_scaled(lent, self.deltas, self._offset_along_delta())
-        is_half = is_half_precision(self.dtype)
-        for p, data, tensor in zip(self.params, self._data(), lent, strict=True):
-            grad = p.grad if is_half else None
+        grads: list[Tensor | None] = [None] * len(lent)
+        wide: list[Tensor | None] = [None] * len(lent)
+        if is_half_precision(self.dtype):
+            grads = [p.grad for p in self.params]
+            with_grad = [grad for grad in grads if grad is not None]
+            copies = iter(eager.copies_of(with_grad, working_dtype(self.dtype)))
+            wide = [None if grad is None else next(copies) for grad in grads]
+        for p, data, tensor, grad, wide_grad in zip(self.params, self._data(), lent, grads, wide, strict=True):
             self._originals.append((data, grad))
-            _repoint(p, tensor, None if grad is None else grad.to(tensor.dtype))
+            _repoint(p, tensor, wide_grad)
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again. Returns what they were pointed at, as the base left it."""
@@ -212,13 +210,13 @@ class Bucket:
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):
-            return values_of(self.params, self.residuals)
+            return eager.values_of(self.params, self.residuals)
         params = self._local_params()
-        return [p.clone() for p in params] if copy else params
+        return eager.copies_of(params, self.dtype) if copy else params
 
     def _store(self, values: list[Tensor]) -> None:
         if is_half_precision(self.dtype):
-            store_rounded(values, self.params, self.residuals)
+            eager.store_rounded(values, self.params, self.residuals)
 
     def _of_this_tuner(self, per_tuner: Tensor) -> Tensor:
         return per_tuner.unbind()[self.row].to(self.device)

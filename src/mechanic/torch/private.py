@@ -19,9 +19,11 @@ from torch.optim import optimizer as torch_optimizer
 # One call for a list of tensors. torch's own optimizers use the same functions; there are no public ones.
 foreach_add_ = torch._foreach_add_
 foreach_sub_ = torch._foreach_sub_
+foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_
+foreach_norm = torch._foreach_norm
 
 # Join tensors into a flat one, and view a flat tensor in their shapes; DDP's buckets are made this way.
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors

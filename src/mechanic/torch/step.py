@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mechanic.torch import tuners
+from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.fused import choose_kernels, step_fused
 from mechanic.torch.kernels.eager import is_on_host
@@ -28,7 +29,8 @@ def step(wrapped: Wrapped[Any]) -> None:
     # Measure. This comes before the base steps, since it may edit gradients in place.
     betas, tuner = wrapped.read_tuners(buckets)
     sums, grad_sq = _measure(wrapped, reduction, buckets, tuner)
-    finite = grad_sq.isfinite()  # [tuners]
+    xp = array_module(grad_sq.device)
+    finite = xp.isfinite(grad_sq)  # [tuners]
     if wrapped.skip_nonfinite and not finite.all():
         wrapped.count_skipped_step()
         return
@@ -38,8 +40,8 @@ def step(wrapped: Wrapped[Any]) -> None:
 
     # Tune: S becomes S'.
     rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
-    tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
-    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, torch, rates))
+    tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
+    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
     scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention)
 
     # Let the base step, and scale what it did.
@@ -78,10 +80,11 @@ def switch_mode(wrapped: Wrapped[Any], switch: Any) -> None:
 
 def sum_by_tuner(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:
     """Add up parts that come with their tuner's row, [tuners, width]; with the dtype and device of ``like``."""
-    sums = [torch.zeros(width, dtype=like.dtype, device=like.device) for _ in range(len(like))]
+    sums = torch.zeros(len(like), width, dtype=like.dtype, device=like.device)
+    rows = sums.unbind()
     for row, part in parts:
-        sums[row] += part.to(like)
-    return torch.stack(sums)
+        rows[row].add_(part.to(like))
+    return sums
 
 
 def _measure(

@@ -226,7 +226,7 @@ def _largest(rates: list[Any], like: Tensor) -> Tensor:
     numbers = [float(rate) for rate in rates if rate is not None and not isinstance(rate, Tensor)]
     if numbers or not tensors:
         tensors.append(like.new_full((), max(numbers, default=1.0)))
-    return torch.stack(tensors).amax()
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).amax()
 
 
 def write_tuners(groups: list[Group], betas: Tensor, state: TunerState) -> None:

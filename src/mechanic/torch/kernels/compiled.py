@@ -18,6 +18,7 @@ from torch import Tensor
 from mechanic.torch.kernels import eager
 from mechanic.torch.kernels.eager import add_scaled, add_scaled_step, restore_delta
 from mechanic.torch.kernels.rounding import tuner_dtype
+from mechanic.torch.kernels.whole import flat_views
 from mechanic.torch.private import flatten, foreach_copy_, unflatten
 
 __all__ = ["add_scaled", "add_scaled_step", "combine", "measure", "prepare_delta", "restore_delta"]  # see Kernels
@@ -110,7 +111,7 @@ def _flat(lists: list[list[Tensor]], written: Sequence[int]) -> Iterator[tuple[l
     size = 0
     for tensors in zip(*lists, strict=True):
         elements = tensors[0].numel()
-        if elements >= SHORT and (views := eager.flat_views(tensors)):
+        if elements >= SHORT and (views := flat_views(tensors)):
             # .data, so that autograd does not see views: torch compiles another version for those.
             yield [view.data for view in views], {}
             continue

@@ -5,14 +5,16 @@ Nothing here reads a value on the host, so a step never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mechanic.torch.kernels import rounding, whole
 from mechanic.torch.kernels.rounding import tuner_dtype, working_dtype
+from mechanic.torch.kernels.whole import flat_views
 from mechanic.torch.private import (
     flatten,
     foreach_add_,
@@ -24,15 +26,21 @@ from mechanic.torch.private import (
 
 PIECE = {"cpu": 1 << 17}
 """Elements that are worked on at a time, by type of device. Pieces of this size stay in the cache of a core, so the
-five sums read memory once."""
+five sums read memory once. On other devices lists are worked on as a whole, see :mod:`mechanic.torch.kernels.whole`."""
 
 LONGEST_PIECE = 1 << 20
-"""On other devices. One long fp32 dot product loses digits (5e-4 at 1e8 elements); a sum of shorter ones does not."""
+"""One long fp32 dot product loses digits (5e-4 at 1e8 elements); a sum of shorter ones does not."""
+
+
+def takes_pieces(device: torch.device) -> bool:
+    return device.type in PIECE
 
 
 def measure(
     params: list[Tensor], grads: list[Tensor], deltas: list[Tensor], sign: float, device: torch.device
 ) -> Tensor:
+    if not takes_pieces(device):
+        return whole.five_sums(params, grads, deltas, sign, device)
     none = torch.zeros((), device=device)
     parts = []
     for x, g, d in _joined(params, grads or None, deltas or None):
@@ -50,6 +58,11 @@ def measure(
 def dot(a: list[Tensor], b: list[Tensor], device: torch.device) -> Tensor:
     """The sum of Re<a_i, b_i> over two lists of equal shapes, as a 0-dim tensor in the tuner's dtype."""
     return _total([torch.dot(x, y) for x, y in _joined(a, b)], 1, device).squeeze(0)
+
+
+def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of all |t|^2, as a 0-dim tensor in the tuner's dtype."""
+    return dot(tensors, tensors, device) if takes_pieces(device) else whole.squared_norm(tensors, device)
 
 
 def _total(parts: list[Tensor], width: int, device: torch.device) -> Tensor:
@@ -83,9 +96,12 @@ def _batches(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
     Long tensors are cut into views. Short ones are taken together, since for them a call costs more than the work.
     """
     present = [tensors for tensors in lists if tensors is not None]
+    if present[0] and not takes_pieces(present[0][0].device):
+        yield lists
+        return
     waiting: list[int] = []
     size = 0
-    length = PIECE.get(present[0][0].device.type, LONGEST_PIECE) if present and present[0] else 0
+    length = PIECE[present[0][0].device.type] if present[0] else 0
 
     def chosen(indices: list[int]) -> tuple[Any, ...]:
         return tuple(None if tensors is None else [tensors[i] for i in indices] for tensors in lists)
@@ -113,16 +129,6 @@ def _split_alike(tensors: list[Tensor], length: int) -> list[tuple[Tensor, ...]]
     return [(tensor,) for tensor in tensors] if views is None else [torch.split(view, length) for view in views]
 
 
-def flat_views(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """Flat views of tensors of one shape with the same order of elements; None if their memory has none."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
-        tensors = [tensor.permute(order) for tensor in tensors]
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            return None
-    return [tensor.view(-1) for tensor in tensors]
-
-
 def is_on_host(tensor: Tensor) -> bool:
     """Whether its values can be read without waiting for a device."""
     return type(tensor) is Tensor and tensor.device.type == "cpu"
@@ -130,13 +136,14 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def clear_unless(flag: Tensor, tensors: list[Tensor]) -> None:
     """Zero all tensors in place if the flag, 0-dim, is False. By their bits: infinity times zero is not zero."""
-    masks: dict[torch.dtype, Tensor] = {}
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        integer = _INTEGERS[real.itemsize]
-        if integer not in masks:
-            masks[integer] = -flag.to(integer)  # all bits, or none
-        real.view(integer).bitwise_and_(masks[integer])
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    integers = [tensor.view(_INTEGERS[tensor.itemsize]) for tensor in real]
+    if not takes_pieces(flag.device):
+        whole.clear_unless(flag, integers)
+        return
+    masks = {dtype: -flag.to(dtype) for dtype in {tensor.dtype for tensor in integers}}  # all bits, or none
+    for tensor in integers:
+        tensor.bitwise_and_(masks[tensor.dtype])
 
 
 def can_be_cleared(tensor: Tensor) -> bool:
@@ -170,9 +177,10 @@ def prepare_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
     of_delta = _factor_of_delta(scale, decay, retention)
-    of_value = torch.full_like(scale, -decay)
+    of_value = _number_like(scale, -decay)
+    back = -scale
     for x, d in _batches(values, deltas):
-        add_scaled(x, d, -scale)
+        add_scaled(x, d, back)
         if decay or retention is not None:
             foreach_mul_(d, of_delta)
         if decay:
@@ -182,12 +190,13 @@ def prepare_delta(
 def restore_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
-    of_delta = _factor_of_delta(scale, decay, retention)
+    back = 1 / _factor_of_delta(scale, decay, retention)
+    of_value = _number_like(scale, decay)
     for x, d in _batches(values, deltas):
         if decay:
-            add_scaled(d, x, torch.full_like(scale, decay))
+            add_scaled(d, x, of_value)
         if decay or retention is not None:
-            foreach_mul_(d, 1 / of_delta)
+            foreach_mul_(d, back)
         add_scaled(x, d, scale)
 
 
@@ -196,8 +205,16 @@ def _factor_of_delta(scale: Tensor, decay: float, retention: Tensor | None) -> T
     return (1.0 if retention is None else retention) - decay * scale
 
 
-def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
-    foreach_addcmul_(values, directions, [factor] * len(values))
+def _number_like(tensor: Tensor, number: float) -> Tensor | float:
+    """What :func:`add_scaled` takes for a number: a 0-dim tensor for pieces, itself for whole lists."""
+    return torch.full_like(tensor, number) if takes_pieces(tensor.device) else number
+
+
+def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor | float) -> None:
+    if not isinstance(factor, Tensor) or (values and not takes_pieces(values[0].device)):
+        whole.add_scaled(values, directions, factor)
+    else:
+        foreach_addcmul_(values, directions, [factor] * len(values))
 
 
 def add_scaled_step(values: list[Tensor], stepped: list[Tensor], scale: Tensor | None) -> None:
@@ -207,3 +224,19 @@ def add_scaled_step(values: list[Tensor], stepped: list[Tensor], scale: Tensor |
     for x, u in _batches(values, stepped):
         foreach_sub_(u, x)
         add_scaled(x, u, scale)
+
+
+def copies_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if tensors and not takes_pieces(tensors[0].device):
+        return whole.copies_of(tensors, dtype)
+    return [tensor.to(dtype, copy=True) for tensor in tensors]
+
+
+def values_of(params: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
+    values_of = rounding.values_of if takes_pieces(params[0].device) else whole.values_of
+    return values_of(params, residuals)
+
+
+def store_rounded(values: list[Tensor], params: list[Tensor], residuals: list[Tensor]) -> None:
+    store_rounded = rounding.store_rounded if takes_pieces(params[0].device) else whole.store_rounded
+    store_rounded(values, params, residuals)
