@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic.torch import tuners
+from mechanic.torch import gpu, tuners
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.fused import choose_kernels, step_fused
 from mechanic.torch.kernels.eager import is_on_host
@@ -22,6 +22,9 @@ def step(wrapped: Wrapped[Any]) -> None:
     wrapped.missing.check(wrapped.groups, wrapped.base.state)
     reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
     if not buckets and reduction.group is None:
+        return
+    if gpu.takes(buckets):
+        gpu.step(wrapped, reduction, buckets)
         return
     fused = wrapped.compile and _choose_kernels(wrapped, buckets)  # base and Mechanic step in one kernel
 
@@ -61,6 +64,9 @@ def step(wrapped: Wrapped[Any]) -> None:
 def observe(wrapped: Wrapped[Any]) -> None:
     """Measure the gradients of a held-out batch for the next step."""
     buckets = wrapped.reduction_and_buckets()[1]
+    if gpu.takes(buckets):
+        gpu.observe(wrapped, buckets)
+        return
     tuner = wrapped.read_tuners(buckets)[1]
     sums = sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
     wrapped.observed = {row: sums[index] for row, index in tuners.rows_of(wrapped.groups).items()}

@@ -48,6 +48,7 @@ class Wrapped(Generic[BaseT]):
     is_linear_in_lr: bool | None = field(default=None, init=False)  # the base; None until it is needed
     missing: tuners.MissingParameterCheck = field(default_factory=tuners.MissingParameterCheck, init=False)
     warn_once: WarnOnce = field(default_factory=WarnOnce, init=False)
+    table: object = field(default=None, init=False)  # of the kernels for GPUs
     _reduction: Reduction | None = field(default=None, init=False)
     _direct_steps: DirectStepCheck | None = field(default=None, init=False)
 

@@ -1,0 +1,83 @@
+"""Launching the kernels. Triton is imported with the first launch, not before."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.gpu import columns
+from mechanic.torch.gpu.table import Kind, Span, Table
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+@functools.cache
+def programs() -> dict[str, Any]:
+    """The kernels by name."""
+    from mechanic.torch.gpu import around, programs
+
+    modules = (programs, ("five_sums", "step")), (around, ("lend", "move"))
+    return {name: getattr(module, name) for module, names in modules for name in names}
+
+
+def launch(name: str, count: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Start ``count`` programs of a kernel."""
+    if count:
+        with _on(device):
+            programs()[name][(count,)](*arguments, **constants, **OPTIONS)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def five_sums(table: Table) -> Tensor:
+    """The sums of every program, [programs, 5]."""
+    parts = torch.empty(table.programs, 5, dtype=torch.float64, device=table.device)
+    for span in table.spans:
+        constants = {key: value for key, value in _constants(span.kind).items() if key != "HALF"}
+        _launch_over(table, span, "five_sums", parts[span.first :], **constants)
+    return parts
+
+
+def step(table: Table, tuned: Tensor) -> None:
+    """The base's step and Mechanic's. ``tuned``, [tuners, TUNED], is what `tune` left."""
+    for span in table.spans:
+        rule = {"RULE": span.kind.rule, "SLOTS": span.kind.slots, "COUNTS": span.kind.counts}
+        _launch_over(table, span, "step", tuned, **rule, **_constants(span.kind))
+
+
+def lend(table: Table, tuned: Tensor, *, lends_delta: bool, offset: bool) -> None:
+    """Prepare what a base is to step on."""
+    for span in table.spans:
+        way = {"LENDS_DELTA": lends_delta, "OFFSET": offset}
+        _launch_over(table, span, "lend", tuned, **way, **_constants(span.kind))
+
+
+def move(table: Table, tuned: Tensor, *, lends_delta: bool, offset: bool) -> None:
+    """Scale what a base did."""
+    for span in table.spans:
+        way = {"LENDS_DELTA": lends_delta, "OFFSET": offset}
+        _launch_over(table, span, "move", tuned, **way, **_constants(span.kind))
+
+
+def _launch_over(table: Table, span: Span, name: str, data: Tensor, **constants: Any) -> None:
+    where = table.where[span.first :]
+    launch(name, span.count, table.device, table.words, where, data, table.tensors, **constants)
+
+
+def _constants(kind: Kind) -> dict[str, Any]:
+    import triton.language as tl
+
+    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return {"XT": types[kind.dtype], "GT": types[kind.grad_dtype], "HALF": kind.is_half, **sizes(half=kind.is_half)}
+
+
+def sizes(*, half: bool, amd: bool = torch.version.hip is not None) -> dict[str, int]:
+    """How many elements are worked on at once."""
+    block = columns.BLOCK * (2 if amd and half else 1)
+    return {"CHUNK": columns.CHUNK, "BLOCK": block, "SMALL": columns.SMALL}

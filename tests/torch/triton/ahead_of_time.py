@@ -1,0 +1,132 @@
+"""The kernels compiled for devices that are not there: registers, spills, and how wide memory is accessed.
+
+``python -m tests.torch.triton.ahead_of_time`` prints the table of docs/gpu-kernels.md.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mechanic.torch.gpu import around, columns, programs
+from mechanic.torch.gpu.launches import BLOCK, CHUNK, SMALL, SLOTS
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SIZES = {"CHUNK": CHUNK, "BLOCK": BLOCK, "SMALL": SMALL}
+TYPES = {
+    "fp32": {"XT": tl.float32, "GT": tl.float32, "HALF": False},
+    "bf16": {"XT": tl.bfloat16, "GT": tl.bfloat16, "HALF": True},
+    "fp16": {"XT": tl.float16, "GT": tl.float16, "HALF": True},
+}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+WORDS = {"words": "*i64", "where": "*i32", "T": "i32"}
+
+
+@dataclass
+class Built:
+    """What is known of a kernel without running it."""
+
+    registers: int
+    spilled: int  # bytes, or registers on AMD
+    loads: Counter  # of global memory, by their width in bytes
+    stores: Counter
+
+
+def kernels():
+    """Every kernel, with its signature, its constants, and how many lists it reads and writes."""
+    cases = {}
+    for name, types in TYPES.items():
+        half = types["HALF"]
+        without = {key: value for key, value in types.items() if key != "HALF"}
+        cases[f"five_sums {name}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, {**without, **SIZES}, (3, 0)
+        for rule in ("SGD", "MOMENTUM", "ADAM", "NADAM", "LION", "RMSPROP", "RMSPROP_MOMENTUM", "ADAGRAD"):
+            if half and rule not in ("SGD", "MOMENTUM", "ADAM", "LION"):
+                continue
+            number = getattr(columns, rule)
+            slots = SLOTS[number]
+            constants = {"RULE": number, "SLOTS": slots, "COUNTS": rule == "ADAM", **types, **SIZES}
+            lists = 3 + slots + half, 2 + slots + half
+            cases[f"step {rule} {name}"] = programs.step, {**WORDS, "tuned": "*fp32"}, constants, lists
+        for lends_delta in (False, True) if not half else (False,):
+            kind = "Delta" if lends_delta else "copies"
+            constants = {"LENDS_DELTA": lends_delta, "OFFSET": False, **types, **SIZES}
+            signature = {**WORDS, "tuned": "*fp32"}
+            reads = 2 if lends_delta else 1 + 2 * half
+            writes = 2 if lends_delta else 1 + half
+            cases[f"lend {kind} {name}"] = around.lend, signature, constants, (reads, writes)
+            reads, writes = (2, 1) if lends_delta else (3 + half, 2 + half)
+            cases[f"move {kind} {name}"] = around.move, signature, constants, (reads, writes)
+    cases.update(tuning_kernels())
+    return cases
+
+
+def tuning_kernels():
+    return {}
+
+
+def build(kernel, signature, constants, target):
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
+    source = ASTSource(kernel, signature=types, constexprs=fixed, attrs=aligned)
+    compiled = triton.compile(source, target=TARGETS[target], options=OPTIONS)
+    return _of_amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _of_nvidia(compiled.asm["ptx"], target)
+
+
+def _of_amd(code):
+    bytes_of = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "short": 2, "b32": 4, "b64": 8}
+    counts = [Counter(), Counter()]
+    for access, count in Counter(re.findall(r"(?:global|buffer)_((?:load|store)_\w+)", code)).items():
+        kind, _, width = access.partition("_")
+        counts[kind == "store"][bytes_of.get(width, 2)] += count
+    read = {key: int(re.search(rf"\.{key}:\s*(\d+)", code)[1]) for key in ("vgpr_count", "vgpr_spill_count")}
+    return Built(read["vgpr_count"], read["vgpr_spill_count"], *counts)
+
+
+def _of_nvidia(code, target):
+    counts = []
+    for access in ("ld", "st"):
+        found = re.findall(rf"{access}\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", code)
+        counts.append(Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found))
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    tool = "ptxas-blackwell" if target != "sm_80" and (tools / "ptxas-blackwell").exists() else "ptxas"
+    architecture = re.search(r"\.target (\w+)", code)[1]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code)
+        file.flush()
+        command = [tools / tool, "-v", "--gpu-name", architecture, file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    return Built(int(re.search(r"Used (\d+) registers", log)[1]), int(spills[1]) + int(spills[2]), *counts)
+
+
+def main():
+    wanted = sys.argv[1:]
+    print(f"| kernel | {' | '.join(f'{target}' for target in TARGETS)} |")
+    print(f"|---|{'---|' * len(TARGETS)}")
+    for name, (kernel, signature, constants, _) in kernels().items():
+        if wanted and not any(part in name for part in wanted):
+            continue
+        cells = []
+        for target in TARGETS:
+            built = build(kernel, signature, constants, target)
+            cells.append(f"{built.registers}, {built.spilled}, {built.loads.get(16, 0)}+{built.stores.get(16, 0)}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

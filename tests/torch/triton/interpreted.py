@@ -1,0 +1,240 @@
+"""Courses of training on CPU tensors, with the eager kernels and with Triton's interpreted. Runs in a process of its own."""
+
+import copy
+import os
+from contextlib import contextmanager
+
+import pytorch_optimizer
+import torch
+from torch import optim
+
+from mechanic.torch import Mechanic
+from mechanic.torch.gpu import columns, driver, launches
+
+columns.CHUNK, columns.BLOCK, columns.SMALL = 512, 256, 256  # so that a small tensor has several chunks and a remainder
+
+SHAPES = [(17, 40), (), (0,), (1,), (5, 7), (256,)]
+
+BASES = {
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.7, weight_decay=0.1),
+    "AdamW maximize": lambda groups: optim.AdamW(groups, lr=1.0, maximize=True),
+    "AdamW lr tensor": lambda groups: optim.AdamW(groups, lr=torch.tensor(0.5), weight_decay=0.1, foreach=False),
+    "Adam with L2": lambda groups: optim.Adam(groups, lr=0.5, weight_decay=0.01),
+    "SGD": lambda groups: optim.SGD(groups, lr=0.1, weight_decay=0.01),
+    "SGD momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.3),
+    "SGD nesterov": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Lion": lambda groups: pytorch_optimizer.Lion(groups, lr=1.0, weight_decay=0.1),
+    "NAdam": lambda groups: optim.NAdam(groups, lr=1.0, weight_decay=0.01),
+    "NAdamW": lambda groups: optim.NAdam(groups, lr=1.0, weight_decay=0.1, decoupled_weight_decay=True),
+    "RMSprop": lambda groups: optim.RMSprop(groups, lr=1.0),
+    "RMSprop momentum": lambda groups: optim.RMSprop(groups, lr=1.0, momentum=0.9, weight_decay=0.01),
+    "Adagrad": lambda groups: optim.Adagrad(groups, lr=1.0, weight_decay=0.01),
+    # These step by themselves: on Delta, or on copies.
+    "RAdam": lambda groups: optim.RAdam(groups, lr=1.0, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW amsgrad": lambda groups: optim.AdamW(groups, lr=1.0, weight_decay=0.1, amsgrad=True),
+    "Adam with L2, amsgrad": lambda groups: optim.Adam(groups, lr=1.0, weight_decay=0.01, amsgrad=True),
+}
+WHOLE = list(BASES)[:13]
+AROUND = list(BASES)[13:]
+
+
+class Course:
+    """Two models that get the same gradients, one stepped by the eager kernels and one by Triton's."""
+
+    def __init__(self, base, shapes=SHAPES, dtype=torch.float32, groups=1, **options):
+        torch.manual_seed(0)
+        start = [torch.randn(shape).to(dtype) for shape in shapes]
+        self.kernels = ("eager", "triton")
+        self.params = [[torch.nn.Parameter(x.clone()) for x in start] for _ in self.kernels]
+        self.optimizers = [
+            Mechanic(BASES[base]([{"params": params[i::groups]} for i in range(groups)]), **options)
+            for params in self.params
+        ]
+        self.generator = torch.Generator().manual_seed(1)
+        self.launches = []  # of every step
+        self.before_step = lambda index, params: None
+        self.largest = {}  # number of every tensor of the first model so far
+
+    def gradients(self):
+        """New ones, of a quadratic: so that they depend on where the first model is."""
+        for p in self.params[0]:
+            noise = torch.randn(p.shape, generator=self.generator, dtype=torch.float32)
+            yield (p.detach().to(torch.float32).real.sub(0.3).add(noise).to(p.dtype)) if p.is_floating_point() else (
+                torch.complex(noise, noise.flip(0))
+            )
+
+    def run(self, steps=5):
+        for index in range(steps):
+            self.step(index, "step")
+        return self
+
+    def step(self, index, method):
+        gradients = list(self.gradients())
+        for kernels, params, optimizer in zip(self.kernels, self.params, self.optimizers, strict=True):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = torch.empty_like(p).copy_(g)
+            self.before_step(index, params)
+            with using(kernels), counted() as started:
+                getattr(optimizer, method)()
+            if "triton" in self.kernels and kernels == self.kernels[1]:
+                self.launches.append(list(started))
+        for kept in [dict(enumerate(self.params[0])), *self.optimizers[0].state.values()]:
+            for tensor in kept.values():
+                if torch.is_tensor(tensor) and tensor.numel():
+                    size = tensor.detach().abs().max().item()
+                    self.largest[id(tensor)] = max(size, self.largest.get(id(tensor), 0.0))
+
+    def errors(self):
+        """The largest differences, relative to the largest number that was in a tensor."""
+        (eager, triton), (before, after) = self.params, self.optimizers
+        pairs = list(zip(eager, triton, strict=True))
+        deltas = [
+            (before.state[a]["mechanic_delta"], after.state[b]["mechanic_delta"]) for a, b in pairs if a in before.state
+        ]
+        scales = [(float(a), float(b)) for a, b in zip(before.scales().values(), after.scales().values(), strict=True)]
+        return {
+            "params": max(self.distance(a, b) for a, b in pairs),
+            "deltas": max(self.distance(a, b) for a, b in deltas),
+            "scales": max(abs(a - b) / a if a else abs(b) for a, b in scales),
+            "learned": min(a for a, _ in scales),
+            "differing": sum((a != b).sum().item() for a, b in pairs),
+            "launches": self.launches,
+            "same state": same_state(before, after),
+        }
+
+    def distance(self, a, b):
+        return (a - b).detach().abs().max().item() / self.largest.get(id(a), 1.0) if a.numel() else 0.0
+
+
+def same_state(before, after):
+    """Whether both have the same state, entry by entry, and counted the same steps."""
+    states = [optimizer.state_dict() for optimizer in (before, after)]
+    kinds = [{i: sorted(kept) for i, kept in state["state"].items()} for state in states]
+    steps = [[float(kept["step"]) for kept in state["state"].values() if "step" in kept] for state in states]
+    return kinds[0] == kinds[1] and steps[0] == steps[1]
+
+
+@contextmanager
+def using(kernels):
+    os.environ["MECHANIC_KERNELS"] = kernels
+    try:
+        yield
+    finally:
+        del os.environ["MECHANIC_KERNELS"]
+
+
+@contextmanager
+def counted():
+    """The names of the kernels that are started meanwhile."""
+    started, launch = [], launches.launch
+
+    def count(name, programs, *arguments, **constants):
+        if programs:
+            started.append(name)
+        launch(name, programs, *arguments, **constants)
+
+    launches.launch = count
+    try:
+        yield started
+    finally:
+        launches.launch = launch
+
+
+# What the tests call.
+
+
+def plain(base, **options):
+    return Course(base, **options).run().errors()
+
+
+def with_counters_on_the_device():
+    was = driver._is_on_device
+    driver._is_on_device = lambda counter, device, rule: rule.number == columns.ADAM
+    try:
+        return Course("AdamW").run().errors()
+    finally:
+        driver._is_on_device = was
+
+
+def with_bad_gradients(base, value, **options):
+    course = Course(base, **options)
+
+    def spoil(index, params):
+        if index == 2:
+            params[0].grad[3, 4] = value
+
+    course.before_step = spoil
+    return course.run().errors()
+
+
+def with_missing_gradients(base, **options):
+    """One parameter never has a gradient, one begins late, and one has a gradient in every second step."""
+    course = Course(base, **options)
+
+    def remove(index, params):
+        params[5].grad = None
+        if index < 2:
+            params[4].grad = None
+        if index % 2:
+            params[0].grad = None
+
+    course.before_step = remove
+    return course.run().errors()
+
+
+def with_observations(base):
+    course = Course(base)
+    for index in range(4):
+        if index != 2:
+            course.step(index, "observe")
+        course.step(index, "step")
+    return course.errors()
+
+
+def in_other_layouts(base):
+    """One parameter in channels_last, one with gaps, one complex, one in float64, one unaligned, one gradient turned."""
+    course = Course(base, shapes=[(2, 3, 4, 5), (6, 7), (5,), (6,), (301,), (8, 9)])
+    for params in course.params:
+        params[0].data = params[0].data.to(memory_format=torch.channels_last)
+        params[1].data = torch.zeros(6, 14)[:, ::2].copy_(params[1].data)
+        params[2].data = torch.complex(params[2].data, params[2].data)
+        params[3].data = params[3].data.double()
+        params[4].data = torch.zeros(302)[1:].copy_(params[4].data)
+
+    def turn(index, params):
+        params[5].grad = params[5].grad.T.contiguous().T
+
+    course.before_step = turn
+    course.optimizers = [Mechanic(BASES[base](params)) for params in course.params]
+    return course.run().errors()
+
+
+def in_half_precision(base, dtype, **options):
+    """Somebody writes to the parameters in mid-course."""
+    course = Course(base, dtype=dtype, **options)
+
+    def write(index, params):
+        if index == 2:
+            params[0].data[:5] += 0.5
+
+    course.before_step = write
+    return course.run(4).errors()
+
+
+def with_several_tuners(base):
+    course = Course(base, groups=3, per_group=True)
+    for optimizer in course.optimizers:
+        optimizer.param_groups[1]["lr"] *= 0.25
+    return course.run().errors()
+
+
+def changing_kernels(first, base):
+    """Train with one, go on from its checkpoint with the other; against one that is eager all the time."""
+    course = Course(base)
+    course.kernels = ("eager", first)
+    course.run(3)
+    state = copy.deepcopy(course.optimizers[1].state_dict())
+    course.optimizers[1] = Mechanic(BASES[base](course.params[1]))
+    course.optimizers[1].load_state_dict(state)
+    course.kernels = ("eager", "triton" if first == "eager" else "eager")
+    return course.run(2).errors()
