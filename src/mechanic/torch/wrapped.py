@@ -114,8 +114,12 @@ class Wrapped(Generic[BaseT]):
         """The betas and the state of all tuners, each [tuners, n], where the parameters are."""
         return tuners.read_tuners(self.groups, buckets[0].device if buckets else None)
 
+    @property
+    def shows_scales(self) -> bool:
+        return "d" not in self.base.defaults  # Adafactor has an option of this name
+
     def show_scales(self) -> None:
-        if "d" not in self.base.defaults:  # Adafactor has an option of this name
+        if self.shows_scales:
             tuners.show_scales(self.groups)
 
     def scales(self) -> dict[str, float]:

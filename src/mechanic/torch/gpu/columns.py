@@ -19,6 +19,14 @@ SIGN, WEIGHT, LR, DECAY, L2, OWN = range(6)
 """The learning rate is LR times what stands at LR_AT, if anything does. OWN is the first of eight of the rule's own."""
 NUMBERS_ROW = OWN + 8
 
+# What `tune` needs, behind the numbers: the config, a record per tuner, and a record per param group.
+S_INIT, CONFIG_DECAY, EPS, FORGETTING = range(4)
+CONFIG = 4
+TUNER_AT, SHOWN_AT, RATE_AT, RATE, PEAK = range(5)
+"""Addresses of a group's tuner, of its ``d``, and of its learning rate if that is a tensor; else its learning rate; the
+one that counts as 1."""
+GROUP = 5
+
 # What `tune` leaves for the others, by tuner, in float64.
 SCALE, CHANGE, RETENTION, FINITE, BEFORE, AFTER = range(6)
 """S / k, S' - S / k, k, whether the gradients are finite, S, S'."""

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from mechanic.torch.gpu import columns
 from mechanic.torch.gpu.table import Kind, Span, Table
+from mechanic.tuner import SUMS, TunerConfig
+
+REDUCED = 128
+"""How many parts `tune` adds at once."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -18,9 +22,9 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 @functools.cache
 def programs() -> dict[str, Any]:
     """The kernels by name."""
-    from mechanic.torch.gpu import around, programs
+    from mechanic.torch.gpu import around, programs, tuning
 
-    modules = (programs, ("five_sums", "step")), (around, ("lend", "move"))
+    modules = (programs, ("five_sums", "step")), (around, ("lend", "move")), (tuning, ("add", "tune"))
     return {name: getattr(module, name) for module, names in modules for name in names}
 
 
@@ -42,6 +46,42 @@ def five_sums(table: Table) -> Tensor:
         constants = {key: value for key, value in _constants(span.kind).items() if key != "HALF"}
         _launch_over(table, span, "five_sums", parts[span.first :], **constants)
     return parts
+
+
+def add(table: Table, parts: Tensor, tuners: int) -> Tensor:
+    """The sums by tuner, [tuners, 5]."""
+    sums = torch.empty(tuners, len(SUMS), dtype=torch.float64, device=table.device)
+    arguments = table.words, parts, sums, table.offset_of_rest, len(table.spans)
+    launch("add", tuners, table.device, *arguments, RED=REDUCED)
+    return sums
+
+
+def tune(
+    table: Table, parts: Tensor | None, summed: tuple[Tensor, Tensor] | None, tuners: int, config: TunerConfig
+) -> Tensor:
+    """One step of all tuners. Returns what the other kernels need to know of it, [tuners, TUNED].
+
+    ``summed`` are the five sums, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners]; None if all
+    of that is still in ``parts``.
+    """
+    tuned = torch.empty(tuners, columns.TUNED, dtype=torch.float64, device=table.device)
+    sums, grad_sqs = summed or (parts, parts)
+    parts = sums if parts is None else parts  # one of them is not read
+    n = len(config.betas)
+    arguments = table.words, parts, sums, grad_sqs, tuned, table.tensors, table.offset_of_rest, len(table.spans)
+    constants = {
+        "N": n,
+        "P": 1 << (n - 1).bit_length(),
+        "RED": REDUCED,
+        "ADDS": summed is None,
+        "RELATIVE_START": config.relative_start,
+        "GUARD": config.guard,
+        "SETTLE": config.settle,
+        "FORGETS": bool(config.forgetting),
+        "COUNTS": any(span.kind.counts for span in table.spans),
+    }
+    launch("tune", tuners, table.device, *arguments, **constants)
+    return tuned
 
 
 def step(table: Table, tuned: Tensor) -> None:

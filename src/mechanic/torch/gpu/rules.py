@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch.bases import has_hooks
 from mechanic.torch.gpu import columns
-from mechanic.torch.layout import PEAK_LR, Group
+from mechanic.torch.layout import Group
 from mechanic.torch.private import foreach_add_
 
 
@@ -139,10 +139,11 @@ _RULES: dict[tuple[str, str], Callable[[Group], Rule | None]] = {
 }
 
 
-def numbers_of(rule: Rule, group: Group, sign: float, weight: float, step: float, mu_product: float) -> tuple[float, ...]:
-    """A row of the table."""
-    lr, decay = group["lr"], float(group.get("weight_decay", 0.0))
-    share = (1.0 if isinstance(lr, Tensor) else float(lr)) / float(group[PEAK_LR])
+def numbers_of(
+    rule: Rule, group: Group, share: float, sign: float, weight: float, step: float, mu_product: float
+) -> tuple[float, ...]:
+    """A row of the table. ``share`` is the learning rate as a fraction of its peak."""
+    decay = float(group.get("weight_decay", 0.0))
     own = rule.numbers(group, step, mu_product)
     decays = (decay, 0.0) if rule.is_decoupled else (0.0, decay)
     return sign, weight, share, *decays, *own, *[0.0] * (columns.NUMBERS_ROW - columns.OWN - len(own))
@@ -153,15 +154,12 @@ def numbers_around(sign: float, weight: float, decay: float) -> tuple[float, ...
     return sign, weight, 1.0, decay, *[0.0] * (columns.NUMBERS_ROW - columns.L2)
 
 
-def count_steps(base: Any, groups: list[tuple[Group, list[Tensor]]], rules: list[Rule]) -> None:
+def count_steps(rule: Rule, group: Group, states: list[Any], counters: list[Tensor]) -> None:
     """What a base's own step leaves behind besides its update: counts of steps, and NAdam's mu_product."""
-    for (group, params), rule in zip(groups, rules, strict=True):
-        if rule.number == columns.LION and isinstance(group.get("step"), int):
-            group["step"] += 1
-        if not (rule.counts_steps and params):
-            continue
-        steps = [base.state[p]["step"] for p in params]
-        foreach_add_(steps, 1)
-        if rule.number == columns.NADAM:
-            for p, step in zip(params, steps, strict=True):
-                base.state[p]["mu_product"] *= nadam_mu(group, step.item())
+    if rule.number == columns.LION and isinstance(group.get("step"), int):
+        group["step"] += 1
+    if counters:
+        foreach_add_(counters, 1)
+    if rule.number == columns.NADAM:
+        for state in states:
+            state["mu_product"] *= nadam_mu(group, state["step"].item())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,11 @@ class Span(NamedTuple):
     of_tuner: list[tuple[int, int]]  # first and last + 1, by tuner
 
 
+def bits(number: float) -> int:
+    """A number as a word."""
+    return array("q", array("d", [number]).tobytes())[0]
+
+
 class Table:
     """Keeps the table on the device and uploads it in one copy, if anything in it has changed.
 
@@ -63,7 +68,7 @@ class Table:
         self.words = torch.empty(0, dtype=torch.int64, device=device)
         self.where = torch.empty(0, 2, dtype=torch.int32, device=device)
         self.spans: list[Span] = []
-        self.offset_of_rest = 0  # in words, of what was passed as ``rest``
+        self.offset_of_rest = 0  # in words
         self._content = b""
         self._sizes: tuple[Any, ...] | None = None
         self._upload: Tensor | None = None  # pinned; kept for CUDA graphs, which replay the copy
@@ -72,8 +77,8 @@ class Table:
     def programs(self) -> int:
         return len(self.where)
 
-    def fill(self, listed: Sequence[Listed], tuners: int, rest: tuple[Sequence[int], Sequence[float]] = ((), ())) -> None:
-        """Describe these tensors. ``rest`` are words and numbers to put behind them."""
+    def fill(self, listed: Sequence[Listed], tuners: int, rest: Callable[[list[Span]], Iterable[int]]) -> None:
+        """Describe these tensors. ``rest`` makes the words that follow them."""
         listed = sorted(listed, key=lambda part: (str(part.kind), part.tuner))
         rows: dict[Numbers, int] = {}
         words = array("q")
@@ -85,7 +90,7 @@ class Table:
         self._arrange(sizes, tuners)
         numbers = array("d", [number for row in rows for number in row])
         self.offset_of_rest = len(words) + len(numbers)
-        content = words.tobytes() + numbers.tobytes() + array("q", rest[0]).tobytes() + array("d", rest[1]).tobytes()
+        content = words.tobytes() + numbers.tobytes() + array("q", rest(self.spans)).tobytes()
         if content != self._content:
             self._content = content
             self.uploads += 1
