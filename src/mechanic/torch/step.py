@@ -23,9 +23,14 @@ def step(wrapped: Wrapped[Any]) -> None:
     reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
     if not buckets and reduction.group is None:
         return
-    if gpu.takes(buckets):
+    if gpu.takes(buckets, step_eagerly):
         gpu.step(wrapped, reduction, buckets)
-        return
+    else:
+        step_eagerly(wrapped, reduction, buckets)
+
+
+def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> None:
+    """Step with PyTorch's own operators, or compiled ones."""
     fused = wrapped.compile and _choose_kernels(wrapped, buckets)  # base and Mechanic step in one kernel
 
     # Measure. This comes before the base steps, since it may edit gradients in place.
@@ -64,7 +69,7 @@ def step(wrapped: Wrapped[Any]) -> None:
 def observe(wrapped: Wrapped[Any]) -> None:
     """Measure the gradients of a held-out batch for the next step."""
     buckets = wrapped.reduction_and_buckets()[1]
-    if gpu.takes(buckets):
+    if gpu.takes(buckets, step_eagerly):
         gpu.observe(wrapped, buckets)
         return
     tuner = wrapped.read_tuners(buckets)[1]

@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mechanic.torch.gpu import around, columns, programs
-from mechanic.torch.gpu.launches import BLOCK, CHUNK, SMALL, SLOTS
+from mechanic.torch.gpu import around, columns, programs, tuning
+from mechanic.torch.gpu.launches import REDUCED, options, sizes
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -25,13 +25,21 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SIZES = {"CHUNK": CHUNK, "BLOCK": BLOCK, "SMALL": SMALL}
 TYPES = {
     "fp32": {"XT": tl.float32, "GT": tl.float32, "HALF": False},
     "bf16": {"XT": tl.bfloat16, "GT": tl.bfloat16, "HALF": True},
     "fp16": {"XT": tl.float16, "GT": tl.float16, "HALF": True},
 }
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+RULES = {  # and how many tensors of the base they read and write
+    "SGD": 0,
+    "MOMENTUM": 1,
+    "ADAM": 2,
+    "NADAM": 2,
+    "LION": 1,
+    "RMSPROP": 1,
+    "RMSPROP_MOMENTUM": 2,
+    "ADAGRAD": 1,
+}
 WORDS = {"words": "*i64", "where": "*i32", "T": "i32"}
 
 
@@ -48,42 +56,39 @@ class Built:
 def kernels():
     """Every kernel, with its signature, its constants, and how many lists it reads and writes."""
     cases = {}
+    tuned = {**WORDS, "tuned": "*fp64"}
     for name, types in TYPES.items():
         half = types["HALF"]
         without = {key: value for key, value in types.items() if key != "HALF"}
-        cases[f"five_sums {name}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, {**without, **SIZES}, (3, 0)
-        for rule in ("SGD", "MOMENTUM", "ADAM", "NADAM", "LION", "RMSPROP", "RMSPROP_MOMENTUM", "ADAGRAD"):
-            if half and rule not in ("SGD", "MOMENTUM", "ADAM", "LION"):
-                continue
-            number = getattr(columns, rule)
-            slots = SLOTS[number]
-            constants = {"RULE": number, "SLOTS": slots, "COUNTS": rule == "ADAM", **types, **SIZES}
-            lists = 3 + slots + half, 2 + slots + half
-            cases[f"step {rule} {name}"] = programs.step, {**WORDS, "tuned": "*fp32"}, constants, lists
-        for lends_delta in (False, True) if not half else (False,):
+        cases[f"five_sums {name}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, without, (3, 0)
+        for rule, slots in RULES.items():
+            constants = {"RULE": getattr(columns, rule), "SLOTS": slots, "COUNTS": rule == "ADAM", **types}
+            cases[f"step {rule} {name}"] = programs.step, tuned, constants, (3 + slots + half, 2 + slots + half)
+        for lends_delta in (False,) if half else (False, True):
             kind = "Delta" if lends_delta else "copies"
-            constants = {"LENDS_DELTA": lends_delta, "OFFSET": False, **types, **SIZES}
-            signature = {**WORDS, "tuned": "*fp32"}
-            reads = 2 if lends_delta else 1 + 2 * half
-            writes = 2 if lends_delta else 1 + half
-            cases[f"lend {kind} {name}"] = around.lend, signature, constants, (reads, writes)
-            reads, writes = (2, 1) if lends_delta else (3 + half, 2 + half)
-            cases[f"move {kind} {name}"] = around.move, signature, constants, (reads, writes)
-    cases.update(tuning_kernels())
+            constants = {"LENDS_DELTA": lends_delta, "OFFSET": False, **types}
+            of_lend = (2, 2) if lends_delta else (1 + 2 * half, 1 + half)
+            of_move = (2, 1) if lends_delta else (3 + half, 2 + half)
+            cases[f"lend {kind} {name}"] = around.lend, tuned, constants, of_lend
+            cases[f"move {kind} {name}"] = around.move, tuned, constants, of_move
+    arrays = {"words": "*i64", "parts": "*fp64", "sums": "*fp64"}
+    cases["add"] = tuning.add, {**arrays, "rest": "i32", "spans": "i32"}, {"RED": REDUCED}, None
+    signature = {**arrays, "grad_sqs": "*fp64", "tuned": "*fp64", "T": "i32", "rest": "i32", "spans": "i32"}
+    flags = dict.fromkeys(("ADDS", "RELATIVE_START", "GUARD", "SETTLE", "FORGETS", "COUNTS"), True)
+    cases["tune"] = tuning.tune, signature, {"N": 5, "P": 8, "RED": REDUCED, **flags}, None
     return cases
-
-
-def tuning_kernels():
-    return {}
 
 
 def build(kernel, signature, constants, target):
     names = kernel.arg_names
+    if "CHUNK" in names:
+        is_half = constants["XT"] != tl.float32
+        constants = {**constants, **sizes(half=is_half, amd=target.startswith("gfx"))}
     types = {name: signature.get(name, "constexpr") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
     source = ASTSource(kernel, signature=types, constexprs=fixed, attrs=aligned)
-    compiled = triton.compile(source, target=TARGETS[target], options=OPTIONS)
+    compiled = triton.compile(source, target=TARGETS[target], options=options(amd=target.startswith("gfx")))
     return _of_amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _of_nvidia(compiled.asm["ptx"], target)
 
 

@@ -1,4 +1,4 @@
-"""Courses of training on CPU tensors, with the eager kernels and with Triton's interpreted. Runs in a process of its own."""
+"""Courses of training on CPU tensors, with the eager kernels and with Triton's, interpreted in a process of its own."""
 
 import copy
 import os
@@ -10,7 +10,7 @@ from torch import optim
 from triton.runtime.interpreter import InterpretedFunction
 
 from mechanic.torch import Mechanic
-from mechanic.torch.gpu import columns, driver, launches, listing
+from mechanic.torch.gpu import columns, launches, listing, rules
 
 columns.CHUNK, columns.BLOCK, columns.SMALL = 512, 256, 256  # so that a small tensor has several chunks and a remainder
 
@@ -18,7 +18,7 @@ _call, _known = InterpretedFunction.__call__, set()
 
 
 def _call_without_delay(self, *arguments, **options):
-    """The interpreter prepares Triton's language for every kernel. Not again for every call of a function by a kernel."""
+    """The interpreter prepares Triton's language for every kernel. It need not do so for all that the kernel calls."""
     if self.fn in _known:
         return self.rewrite()(*arguments, **options)
     _known.add(self.fn)
@@ -73,8 +73,10 @@ class Course:
         """New ones, of a quadratic: so that they depend on where the first model is."""
         for p in self.params[0]:
             noise = torch.randn(p.shape, generator=self.generator, dtype=torch.float32)
-            yield (p.detach().to(torch.float32).real.sub(0.3).add(noise).to(p.dtype)) if p.is_floating_point() else (
-                torch.complex(noise, noise.flip(0))
+            yield (
+                (p.detach().to(torch.float32).real.sub(0.3).add(noise).to(p.dtype))
+                if p.is_floating_point()
+                else (torch.complex(noise, noise.flip(0)))
             )
 
     def run(self, steps=5):
@@ -163,11 +165,11 @@ def plain(base, **options):
 
 def with_counters_on_the_device():
     was = listing.is_on_device
-    driver.is_on_device = listing.is_on_device = lambda counter: True
+    rules.is_on_device = listing.is_on_device = lambda counter: True
     try:
         return Course("AdamW").run().errors()
     finally:
-        driver.is_on_device = listing.is_on_device = was
+        rules.is_on_device = listing.is_on_device = was
 
 
 def with_bad_gradients(base, value, **options):
@@ -206,7 +208,7 @@ def with_observations(base):
 
 
 def in_other_layouts(base):
-    """One parameter in channels_last, one with gaps, one complex, one in float64, one unaligned, one gradient turned."""
+    """Parameters in channels_last, with gaps, complex, in float64 and unaligned, and a gradient with other strides."""
     course = Course(base, shapes=[(2, 3, 4, 5), (6, 7), (5,), (6,), (301,), (8, 9)])
     for params in course.params:
         params[0].data = params[0].data.to(memory_format=torch.channels_last)

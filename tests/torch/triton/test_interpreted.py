@@ -1,6 +1,5 @@
 """The kernels for GPUs, run by Triton's interpreter on CPU tensors, follow the eager ones."""
 
-
 import pytest
 
 pytest.importorskip("triton")
@@ -102,5 +101,3 @@ def test_in_half_precision_what_is_stored_is_the_same(interpreter, base, dtype):
 @pytest.mark.parametrize("first", ["eager", "triton"])
 def test_a_checkpoint_is_continued_with_other_kernels(interpreter, first):
     assert_same(interpreter("changing_kernels", first, "AdamW"))
-
-

@@ -9,8 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mechanic.torch.gpu import columns
 from mechanic.torch.gpu.programs import (
+    AFTER,
+    BEFORE,
+    CHANGE,
+    DECAY,
+    FINITE,
+    NUMBERS,
+    NUMBERS_ROW,
+    RECORD,
+    RETENTION,
+    SCALE,
+    TUNED,
+    TUNER,
+    D,
+    G,
+    M,
+    R,
+    V,
+    X,
     _count,
     _count_in,
     _list,
@@ -23,25 +40,6 @@ from mechanic.torch.gpu.programs import (
     _value,
     _whole,
 )
-
-X = tl.constexpr(columns.X)
-G = tl.constexpr(columns.G)
-D = tl.constexpr(columns.D)
-M = tl.constexpr(columns.M)
-V = tl.constexpr(columns.V)
-R = tl.constexpr(columns.R)
-TUNER = tl.constexpr(columns.TUNER)
-NUMBERS = tl.constexpr(columns.NUMBERS)
-RECORD = tl.constexpr(columns.RECORD)
-DECAY = tl.constexpr(columns.DECAY)
-NUMBERS_ROW = tl.constexpr(columns.NUMBERS_ROW)
-SCALE = tl.constexpr(columns.SCALE)
-CHANGE = tl.constexpr(columns.CHANGE)
-RETENTION = tl.constexpr(columns.RETENTION)
-FINITE = tl.constexpr(columns.FINITE)
-BEFORE = tl.constexpr(columns.BEFORE)
-AFTER = tl.constexpr(columns.AFTER)
-TUNED = tl.constexpr(columns.TUNED)
 
 
 @triton.jit

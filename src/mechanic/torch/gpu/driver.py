@@ -7,6 +7,7 @@ any case, so that the base makes its own state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from mechanic.torch import tuners
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.gpu import columns, launches
-from mechanic.torch.gpu.listing import Rate, is_on_device, list_around, list_whole, rates_of, words_of_tuners
+from mechanic.torch.gpu.listing import Rate, list_around, list_whole, rates_of, words_of_tuners
 from mechanic.torch.gpu.rules import Rule, count_steps, rules_of
 from mechanic.torch.gpu.table import Table
 from mechanic.torch.gpu.taken import Taken, divide
@@ -30,8 +31,8 @@ from mechanic.tuner import SUMS
 class _Work:
     """One step's parameters, in the table."""
 
-    taken: list[Taken]
-    left: list[Bucket]  # for the eager kernels
+    taken: Sequence[Taken]
+    left: Sequence[Bucket]  # for the eager kernels
     table: Table
     tuners: int
     rates: list[Rate]  # by group; kept, since the table has their addresses
@@ -122,19 +123,17 @@ def _step_whole(wrapped: Wrapped[Any], work: _Work, rules: list[Rule], tuned: Te
     """The base's step and Mechanic's in one launch."""
     state = wrapped.base.state
     launches.step(work.table, tuned)
+    stepped = set()
     for bucket in work.taken:
         if bucket.has_grad:
+            stepped.update(bucket.params)
             for p, kept in zip(bucket.params, bucket.mechanic_state, strict=True):
                 state[p].update(kept)
-    for bucket in work.left:
-        bucket.scale_with(_scaling(tuned))
-        bucket.move([])
-    stepped = {p for bucket in work.taken if bucket.has_grad for p in bucket.params}
+    for other in work.left:
+        other.scale_with(_scaling(tuned))
+        other.move([])
     for group, rule in zip(wrapped.groups, rules, strict=True):
-        params = [p for p in group["params"] if p in stepped]
-        counters = [state[p]["step"] for p in params] if rule.counts_steps else []
-        tuned_counts = rule.number == columns.ADAM  # `tune` counts those that are on the device
-        count_steps(rule, group, [state[p] for p in params], [c for c in counters if not (tuned_counts and is_on_device(c))])
+        count_steps(rule, group, [state[p] for p in group["params"] if p in stepped])
     mark_as_stepped(wrapped.base)
 
 

@@ -16,7 +16,7 @@ from mechanic.tuner import SUMS, TunerConfig
 REDUCED = 128
 """How many parts `tune` adds at once."""
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+IS_AMD = torch.version.hip is not None
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def launch(name: str, count: int, device: torch.device, *arguments: Any, **const
     """Start ``count`` programs of a kernel."""
     if count:
         with _on(device):
-            programs()[name][(count,)](*arguments, **constants, **OPTIONS)
+            programs()[name][(count,)](*arguments, **constants, **options(amd=IS_AMD))
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -61,8 +61,8 @@ def tune(
 ) -> Tensor:
     """One step of all tuners. Returns what the other kernels need to know of it, [tuners, TUNED].
 
-    ``summed`` are the five sums, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners]; None if all
-    of that is still in ``parts``.
+    ``summed`` are the five sums, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners]; None if
+    all of that is still in ``parts``.
     """
     tuned = torch.empty(tuners, columns.TUNED, dtype=torch.float64, device=table.device)
     sums, grad_sqs = summed or (parts, parts)
@@ -107,7 +107,7 @@ def move(table: Table, tuned: Tensor, *, lends_delta: bool, offset: bool) -> Non
 
 def _launch_over(table: Table, span: Span, name: str, data: Tensor, **constants: Any) -> None:
     where = table.where[span.first :]
-    launch(name, span.count, table.device, table.words, where, data, table.tensors, **constants)
+    launch(name, span.programs, table.device, table.words, where, data, table.tensors, **constants)
 
 
 def _constants(kind: Kind) -> dict[str, Any]:
@@ -117,7 +117,12 @@ def _constants(kind: Kind) -> dict[str, Any]:
     return {"XT": types[kind.dtype], "GT": types[kind.grad_dtype], "HALF": kind.is_half, **sizes(half=kind.is_half)}
 
 
-def sizes(*, half: bool, amd: bool = torch.version.hip is not None) -> dict[str, int]:
+def sizes(*, half: bool, amd: bool = IS_AMD) -> dict[str, int]:
     """How many elements are worked on at once."""
     block = columns.BLOCK * (2 if amd and half else 1)
     return {"CHUNK": columns.CHUNK, "BLOCK": block, "SMALL": columns.SMALL}
+
+
+def options(*, amd: bool) -> dict[str, Any]:
+    """How the kernels are compiled. Five waves leave 96 registers to each."""
+    return {"num_warps": 4, "enable_fp_fusion": True, **({"waves_per_eu": 5} if amd else {})}

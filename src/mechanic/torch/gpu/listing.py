@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechanic.torch import tuners
 from mechanic.torch.gpu import columns
-from mechanic.torch.gpu.rules import Rule, numbers_around, numbers_of
+from mechanic.torch.gpu.rules import Rule, is_on_device, numbers_around, numbers_of
 from mechanic.torch.gpu.table import Kind, Listed, Numbers, Span, bits
 from mechanic.torch.gpu.taken import Taken, are_alike
 from mechanic.torch.layout import PEAK_LR, ROW, TUNER, Group
@@ -45,8 +45,8 @@ def list_around(bucket: Taken) -> Listed:
     return Listed(kind, bucket.row, lists, [numbers] * count, [None] * count)
 
 
-def list_whole(base: Any, buckets: list[Taken], rules: list[Rule], rates: list[Rate]) -> list[Listed] | None:
-    """All tensors with the base's own; None if a base has yet to make some, or they are not as the kernels need them."""
+def list_whole(base: Any, buckets: Sequence[Taken], rules: list[Rule], rates: list[Rate]) -> list[Listed] | None:
+    """All tensors with the base's own; None if the base has yet to make some, or the kernels cannot work on them."""
     use_of = {p: index for index, group in enumerate(base.param_groups) for p in group["params"]}
     parts: dict[tuple[Any, ...], Listed] = {}
     known: dict[tuple[Any, ...], Numbers] = {}  # by what they depend on
@@ -54,7 +54,8 @@ def list_whole(base: Any, buckets: list[Taken], rules: list[Rule], rates: list[R
         lists = bucket.lists()
         grad_dtype = lists[columns.G][0].dtype if bucket.has_grad else bucket.dtype
         for index, p in enumerate(bucket.params):
-            group, rule, rate = (values[use_of[p]] for values in (base.param_groups, rules, rates))
+            use = use_of[p]
+            group, rule, rate = base.param_groups[use], rules[use], rates[use]
             tensors = {column: tensors[index] for column, tensors in lists.items()}
             progress: tuple[float, ...] = ()
             if bucket.has_grad:
@@ -64,7 +65,7 @@ def list_whole(base: Any, buckets: list[Taken], rules: list[Rule], rates: list[R
                     return None
                 tensors.update(of_base)
                 progress = _progress(state, rule, columns.STEP in of_base)
-            key = use_of[p], bucket.sign, bucket.weight, *progress
+            key = use, bucket.sign, bucket.weight, *progress
             if key not in known:
                 known[key] = _numbers(rule, group, rate, bucket, progress)
             kind = Kind(bucket.dtype, grad_dtype, rule.number, len(rule.state), columns.STEP in tensors)
@@ -94,11 +95,6 @@ def _of_base(x: Tensor, state: Any, rule: Rule, *, sharded: bool) -> dict[int, T
         elif rule.number in (columns.ADAM, columns.NADAM):  # the rule depends on it, and the kernels cannot read it
             return None
     return of_base
-
-
-def is_on_device(counter: Tensor) -> bool:
-    """Whether reading a step counter would wait for a device."""
-    return counter.device.type != "cpu"
 
 
 def _progress(state: Any, rule: Rule, counted_on_device: bool) -> tuple[float, float]:

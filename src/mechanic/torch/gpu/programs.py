@@ -1,8 +1,8 @@
-"""The kernels, in Triton. Only :mod:`mechanic.torch.gpu.choice` imports this, when it is first needed.
+"""The kernels, in Triton. Imported with the first launch.
 
-One program works on one chunk of one tensor and finds it in the table of :mod:`mechanic.torch.gpu.columns`. Whole blocks
-of aligned tensors take 16-byte accesses without masks. What is left over, and tensors that lack a gradient, an alignment
-or a Delta, take small masked blocks.
+One program works on one chunk of one tensor and finds it in the table of :mod:`mechanic.torch.gpu.columns`. Whole
+blocks of aligned tensors take 16-byte accesses without masks. What is left over, and tensors that lack a gradient, an
+alignment or a Delta, take small masked blocks.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def five_sums(
         s2 += b * b
         s3 += a * a
         s4 += c * c
+    r0, r1, r2, r3, r4 = tl.sum(s0, 0), tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0), tl.sum(s4, 0)
     few = tl.arange(0, SMALL)
     with_g = _count_in(record, G, count)
     with_d = _count_in(record, D, count)
@@ -193,11 +194,11 @@ def five_sums(
     row = words + T.to(tl.int64) * RECORD + tl.load(record + NUMBERS) * NUMBERS_ROW
     weight = _number(row, WEIGHT)
     out = parts + tl.program_id(0).to(tl.int64) * 5
-    tl.store(out, (tl.sum(s0, 0) + tl.sum(t0, 0)).to(tl.float64) * weight * _number(row, SIGN))
-    tl.store(out + 1, (tl.sum(s1, 0) + tl.sum(t1, 0)).to(tl.float64) * weight)
-    tl.store(out + 2, (tl.sum(s2, 0) + tl.sum(t2, 0)).to(tl.float64) * weight)
-    tl.store(out + 3, (tl.sum(s3, 0) + tl.sum(t3, 0)).to(tl.float64) * weight)
-    tl.store(out + 4, (tl.sum(s4, 0) + tl.sum(t4, 0)).to(tl.float64) * weight)
+    tl.store(out, (r0 + tl.sum(t0, 0)).to(tl.float64) * weight * _number(row, SIGN))
+    tl.store(out + 1, (r1 + tl.sum(t1, 0)).to(tl.float64) * weight)
+    tl.store(out + 2, (r2 + tl.sum(t2, 0)).to(tl.float64) * weight)
+    tl.store(out + 3, (r3 + tl.sum(t3, 0)).to(tl.float64) * weight)
+    tl.store(out + 4, (r4 + tl.sum(t4, 0)).to(tl.float64) * weight)
 
 
 # The base's step and Mechanic's in one.

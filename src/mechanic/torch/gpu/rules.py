@@ -20,7 +20,9 @@ class Rule(NamedTuple):
 
     number: int  # of mechanic.torch.gpu.columns
     state: tuple[str, ...]  # what it keeps of a parameter: the entries that the kernels read and write
-    numbers: Callable[[Group, float, float], tuple[float, ...]]  # of the group, the step, and NAdam's mu_product before it
+    numbers: Callable[
+        [Group, float, float], tuple[float, ...]
+    ]  # of the group, the step, and NAdam's mu_product before it
     is_decoupled: bool = False  # its weight decay acts on the parameters, not on the gradient
     counts_steps: bool = False
 
@@ -154,10 +156,18 @@ def numbers_around(sign: float, weight: float, decay: float) -> tuple[float, ...
     return sign, weight, 1.0, decay, *[0.0] * (columns.NUMBERS_ROW - columns.L2)
 
 
-def count_steps(rule: Rule, group: Group, states: list[Any], counters: list[Tensor]) -> None:
+def is_on_device(counter: Tensor) -> bool:
+    """Whether reading a step counter would wait for a device."""
+    return counter.device.type != "cpu"
+
+
+def count_steps(rule: Rule, group: Group, states: list[Any]) -> None:
     """What a base's own step leaves behind besides its update: counts of steps, and NAdam's mu_product."""
     if rule.number == columns.LION and isinstance(group.get("step"), int):
         group["step"] += 1
+    counters = [state["step"] for state in states] if rule.counts_steps else []
+    if rule.number == columns.ADAM:
+        counters = [counter for counter in counters if not is_on_device(counter)]  # `tune` counts the others
     if counters:
         foreach_add_(counters, 1)
     if rule.number == columns.NADAM:

@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
     kind: Kind
     first: int
-    count: int
+    programs: int
     of_tuner: list[tuple[int, int]]  # first and last + 1, by tuner
 
 
@@ -127,7 +127,7 @@ class Table:
             span = self.spans[-1]
             begin = span.of_tuner[tuner][0] if span.of_tuner[tuner] != (0, 0) else first
             span.of_tuner[tuner] = begin, last
-            self.spans[-1] = span._replace(count=last - span.first)
+            self.spans[-1] = span._replace(programs=last - span.first)
         self.where = torch.tensor(where, dtype=torch.int32).reshape(-1, 2).to(self.device)
 
 

@@ -10,16 +10,24 @@ import triton
 import triton.language as tl
 
 from mechanic.torch.gpu import columns
-from mechanic.torch.gpu.programs import _number
+from mechanic.torch.gpu.programs import (
+    AFTER,
+    BEFORE,
+    CHANGE,
+    FINITE,
+    RECORD,
+    RETENTION,
+    SCALE,
+    STEP,
+    TUNED,
+    _number,
+)
 from mechanic.tuner import FINDING_STEPS as _FINDING_STEPS
 from mechanic.tuner import ZERO_START_NORM as _ZERO_START_NORM
 
 FINDING_STEPS = tl.constexpr(_FINDING_STEPS)
 ZERO_START_NORM = tl.constexpr(_ZERO_START_NORM)
 INFINITY = tl.constexpr(float("inf"))
-
-STEP = tl.constexpr(columns.STEP)
-RECORD = tl.constexpr(columns.RECORD)
 S_INIT = tl.constexpr(columns.S_INIT)
 CONFIG_DECAY = tl.constexpr(columns.CONFIG_DECAY)
 EPS = tl.constexpr(columns.EPS)
@@ -31,13 +39,6 @@ RATE_AT = tl.constexpr(columns.RATE_AT)
 RATE = tl.constexpr(columns.RATE)
 PEAK = tl.constexpr(columns.PEAK)
 GROUP = tl.constexpr(columns.GROUP)
-SCALE = tl.constexpr(columns.SCALE)
-CHANGE = tl.constexpr(columns.CHANGE)
-RETENTION = tl.constexpr(columns.RETENTION)
-FINITE = tl.constexpr(columns.FINITE)
-BEFORE = tl.constexpr(columns.BEFORE)
-AFTER = tl.constexpr(columns.AFTER)
-TUNED = tl.constexpr(columns.TUNED)
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def _added(parts, spans_at, spans, RED: tl.constexpr):
     lane = tl.arange(0, RED)
     s0 = tl.zeros([RED], tl.float64)
     s1, s2, s3, s4 = s0, s0, s0, s0
-    for span in range(0, spans):
+    for span in range(spans):
         first = tl.load(spans_at + 2 * span)
         last = tl.load(spans_at + 2 * span + 1)
         for o in range(first, last, RED):
