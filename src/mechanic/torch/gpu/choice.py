@@ -53,6 +53,7 @@ def works(device: torch.device, half: bool, eager: Step) -> bool:
     return True
 
 
+@torch.no_grad()
 def reason_not_to_use(device: torch.device, eager: Step, *, half: bool) -> str | None:
     """Try the kernels on a few small tensors; None if they agree with the eager step."""
     dtype = torch.bfloat16 if half else torch.float32

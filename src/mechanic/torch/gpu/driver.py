@@ -60,8 +60,8 @@ def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> 
     else:
         _step_whole(wrapped, work, work.rules, tuned)
     for bucket in work.taken:
-        for p in bucket.params if bucket.moves else ():
-            torch.autograd.graph.increment_version(p)  # as any write does, so that a stale backward pass fails
+        for x in bucket.lists()[columns.X] if bucket.moves else ():
+            torch.autograd.graph.increment_version(x)  # as any write does, so that a stale backward pass fails
     tuners.remember_rates(wrapped.groups)
     wrapped.warn_if_nothing_is_learned(tuned.unbind(-1)[columns.FINITE])
 

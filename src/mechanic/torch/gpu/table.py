@@ -71,7 +71,7 @@ class Table:
         self.offset_of_rest = 0  # in words
         self._content = b""
         self._sizes: tuple[Any, ...] | None = None
-        self._upload: Tensor | None = None  # pinned; kept for CUDA graphs, which replay the copy
+        self._pinned: list[Tensor] = []
 
     @property
     def programs(self) -> int:
@@ -94,17 +94,18 @@ class Table:
         if content != self._content:
             self._content = content
             self.uploads += 1
-            self._copy_to_device(torch.frombuffer(bytearray(content), dtype=torch.int64))
+            self.words = self._copied(torch.frombuffer(bytearray(content), dtype=torch.int64), self.words)
 
-    def _copy_to_device(self, words: Tensor) -> None:
+    def _copied(self, words: Tensor, former: Tensor) -> Tensor:
+        """A copy on the device, in the memory of the former one if that has the same size."""
         if self.device.type == "cpu":
-            self.words = words
-            return
-        # A new pinned tensor each time: the host may be ahead of the copy from the last one.
-        self._upload = torch.empty(len(words), dtype=torch.int64, pin_memory=True).copy_(words)
-        if len(self.words) != len(words):
-            self.words = torch.empty_like(words, device=self.device)
-        self.words.copy_(self._upload, non_blocking=True)
+            return words
+        # A new pinned tensor each time: the host may be ahead of the copy from the last one. It is kept for CUDA
+        # graphs, which repeat the copy.
+        pinned = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words)
+        self._pinned = [*self._pinned[-1:], pinned]
+        copy = former if former.shape == words.shape else torch.empty_like(words, device=self.device)
+        return copy.copy_(pinned, non_blocking=True)
 
     def _arrange(self, sizes: list[tuple[Kind, int, list[int]]], tuners: int) -> None:
         """Share the tensors among programs, again only if their sizes have changed."""
@@ -128,7 +129,7 @@ class Table:
             begin = span.of_tuner[tuner][0] if span.of_tuner[tuner] != (0, 0) else first
             span.of_tuner[tuner] = begin, last
             self.spans[-1] = span._replace(programs=last - span.first)
-        self.where = torch.tensor(where, dtype=torch.int32).reshape(-1, 2).to(self.device)
+        self.where = self._copied(torch.tensor(where, dtype=torch.int32).reshape(-1, 2), self.where)
 
 
 def _records(part: Listed, rows: dict[Numbers, int]) -> list[int]:
