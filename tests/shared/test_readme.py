@@ -40,7 +40,7 @@ def test_importing_the_core_imports_no_framework():
 
 
 def test_importing_mechanic_torch_imports_no_other_framework():
-    others = {"jax", "optax", "torch.distributed.tensor", "torch._inductor", "transformers", "lightning", "timm", "triton"}
+    others = {"jax", "optax", "torch.distributed.tensor", "transformers", "lightning", "timm"}
     check = f"import sys, mechanic.torch; assert not {others} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.buckets import Bucket
-from mechanic.torch.gpu import columns, driver
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import DELTA, RESIDUAL
 from mechanic.torch.shards import Reduction
@@ -56,6 +55,8 @@ def works(device: torch.device, half: bool, eager: Step) -> bool:
 @torch.no_grad()
 def reason_not_to_use(device: torch.device, eager: Step, *, half: bool) -> str | None:
     """Try the kernels on a few small tensors; None if they agree with the eager step."""
+    from mechanic.torch.gpu import driver
+
     dtype = torch.bfloat16 if half else torch.float32
     try:
         for make in (torch.optim.AdamW, torch.optim.SGD):  # the second is lent Delta in its first step
@@ -69,6 +70,8 @@ def reason_not_to_use(device: torch.device, eager: Step, *, half: bool) -> str |
 
 def _try(make: Any, step: Step, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Three steps; returns what the parameters stand for, their Deltas, and the tuner."""
+    from mechanic.torch.gpu import columns
+
     sizes = columns.CHUNK + columns.BLOCK + 7, 3
     params = [torch.linspace(-1, 1, size, device=device).to(dtype).requires_grad_() for size in sizes]
     base = make(params, lr=0.1, weight_decay=0.01)
