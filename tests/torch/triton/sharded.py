@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mechanic.torch import Mechanic
-from tests.torch.triton.interpreted import counted, using
+from tests.torch.triton.forcing import counted, using
 
 SHAPES = [(7, 40), (3,), (1, 5)]  # the second rank holds fewer rows, or none
 
@@ -24,7 +24,7 @@ def course(kernels, mesh):
         for shape, placement in zip(SHAPES, placements, strict=True)
     ]
     optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, weight_decay=0.1))
-    for _ in range(3):
+    for _ in range(2):
         for p in params:
             p.grad = distribute_tensor(torch.randn(p.shape) + 0.3, mesh, p.placements)
         with using(kernels), counted() as started:
