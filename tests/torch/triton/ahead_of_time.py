@@ -48,7 +48,7 @@ class Built:
     """What is known of a kernel without running it."""
 
     registers: int
-    spilled: int  # bytes, or registers on AMD
+    spilled: int  # bytes of local memory, or registers on AMD
     loads: Counter  # of global memory, by their width in bytes
     stores: Counter
 
@@ -64,6 +64,8 @@ def kernels():
         for rule, slots in RULES.items():
             constants = {"RULE": getattr(columns, rule), "SLOTS": slots, "COUNTS": rule == "ADAM", **types}
             cases[f"step {rule} {name}"] = programs.step, tuned, constants, (3 + slots + half, 2 + slots + half)
+        constants = {"RULE": columns.ADAM, "SLOTS": 2, "COUNTS": False, **types}
+        cases[f"step ADAM, counted on the host, {name}"] = programs.step, tuned, constants, (5 + half, 4 + half)
         for lends_delta in (False,) if half else (False, True):
             kind = "Delta" if lends_delta else "copies"
             constants = {"LENDS_DELTA": lends_delta, "OFFSET": False, **types}
@@ -89,7 +91,8 @@ def build(kernel, signature, constants, target):
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
     source = ASTSource(kernel, signature=types, constexprs=fixed, attrs=aligned)
     compiled = triton.compile(source, target=TARGETS[target], options=options(amd=target.startswith("gfx")))
-    return _of_amd(compiled.asm["amdgcn"]) if target.startswith("gfx") else _of_nvidia(compiled.asm["ptx"], target)
+    asm = compiled.asm
+    return _of_amd(asm["amdgcn"]) if target.startswith("gfx") else _of_nvidia(asm["ptx"], asm["cubin"])
 
 
 def _of_amd(code):
@@ -102,21 +105,19 @@ def _of_amd(code):
     return Built(read["vgpr_count"], read["vgpr_spill_count"], *counts)
 
 
-def _of_nvidia(code, target):
+def _of_nvidia(code, binary):
     counts = []
     for access in ("ld", "st"):
         found = re.findall(rf"{access}\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", code)
         counts.append(Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found))
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tool = "ptxas-blackwell" if target != "sm_80" and (tools / "ptxas-blackwell").exists() else "ptxas"
-    architecture = re.search(r"\.target (\w+)", code)[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(code)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
         file.flush()
-        command = [tools / tool, "-v", "--gpu-name", architecture, file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    return Built(int(re.search(r"Used (\d+) registers", log)[1]), int(spills[1]) + int(spills[2]), *counts)
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL"))
+    return Built(registers, stack + local, *counts)
 
 
 def main():

@@ -209,8 +209,7 @@ def five_sums_error(size):
     finally:
         columns.CHUNK, columns.BLOCK = sizes
     x, g, d = x.double(), g.double(), d.double()
-    pairs = (d, g), (d, x), (g, g), (x, x), (d, d)
-    sizes = [(a @ b).item() for a, b in pairs[2:]]
+    sizes = [(tensor @ tensor).item() for tensor in (g, x, d)]
     norms = [(sizes[2] * sizes[0]) ** 0.5, (sizes[2] * sizes[1]) ** 0.5, *sizes]
     exact = [(d @ g).item(), (d @ x).item(), *sizes]
     return max(abs(a - b) / norm for a, b, norm in zip(found.tolist(), exact, norms, strict=True))

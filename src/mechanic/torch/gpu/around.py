@@ -140,7 +140,6 @@ def move(
         d = _list(record, D, start, tl.float32)
         m = _list(record, M, start, tl.float32)
         r = _list(record, R, start, tl.bfloat16)
-        with_g = _count_in(record, G, count)
         of_tuner = tuned + tl.load(record + TUNER) * TUNED
         S = tl.load(of_tuner + SCALE).to(tl.float32)
         change = tl.load(of_tuner + CHANGE).to(tl.float32)
@@ -153,6 +152,7 @@ def move(
                 o + lane, None, None, x, d, m, r, S, change, kept, before, after, XT, HALF, LENDS_DELTA, OFFSET, False
             )  # fmt: skip
         few = tl.arange(0, SMALL)
+        with_g = _count_in(record, G, count)
         for o in range(whole, count, SMALL):
             i = o + few
             _move_block(

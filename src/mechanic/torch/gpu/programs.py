@@ -283,7 +283,9 @@ def step(
         m = _list(record, M, start, tl.float32)
         v = _list(record, V, start, tl.float32)
         r = _list(record, R, start, tl.bfloat16)
-        with_g = _count_in(record, G, count)
+        with_g = count
+        if SLOTS == 2:  # read now or later, whichever takes fewer registers
+            with_g = _count_in(record, G, count)
         of_tuner = tuned + tl.load(record + TUNER) * TUNED
         S = tl.load(of_tuner + SCALE).to(tl.float32)
         change = tl.load(of_tuner + CHANGE).to(tl.float32)
@@ -316,6 +318,8 @@ def step(
                 n0, n1, n2, n3, n4, n5, n6, n7, RULE, SLOTS, XT, HALF, False,
             )  # fmt: skip
         few = tl.arange(0, SMALL)
+        if SLOTS < 2:
+            with_g = _count_in(record, G, count)
         for o in range(whole, count, SMALL):
             i = o + few
             _step_block(
