@@ -12,6 +12,7 @@ from mechanic.torch import Mechanic
 from mechanic.torch.gpu import choice, columns, launches, listing, rules
 from mechanic.torch.gpu.table import Kind, Listed, Table
 from mechanic.torch.step import step_eagerly
+from mechanic.tuner import TunerState, delta_retention, update
 from tests.torch.triton.forcing import counted, using
 
 columns.CHUNK, columns.BLOCK, columns.SMALL = 512, 256, 256  # so that a small tensor has several chunks and a remainder
@@ -213,6 +214,56 @@ def five_sums_error(size):
     norms = [(sizes[2] * sizes[0]) ** 0.5, (sizes[2] * sizes[1]) ** 0.5, *sizes]
     exact = [(d @ g).item(), (d @ x).item(), *sizes]
     return max(abs(a - b) / norm for a, b, norm in zip(found.tolist(), exact, norms, strict=True))
+
+
+def tune_error(config):
+    """Of the kernel against mechanic.tuner, over tuners with random states; the second has two groups."""
+    generator = torch.Generator().manual_seed(0)
+    fields, n = len(TunerState._fields), len(config.betas)
+    worst = 0.0
+    for share in (1.0, 0.3, 0.0, -0.1):  # of the learning rate in its peak
+        states = torch.rand(3, fields, n, generator=generator, dtype=torch.float64)
+        alike = [TunerState._fields.index(name) for name in ("initial_norm", "largest_delta", "largest_scale", "steps")]
+        alike += [TunerState._fields.index(name) for name in ("largest_rate", "nonfinite_steps")]
+        states[:, alike] = states[:, alike, :1]  # one number per tuner
+        states[2] = 0.0  # the first step
+        sums = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+        sums[:, 2:].abs_()
+        rates = share * states[:, TunerState._fields.index("largest_rate"), 0]
+        rates[2] = 1.0
+        if share == 0.3:
+            sums[1, 0] = torch.nan
+        if share == 0.0:
+            sums[1, 2] = 0.0  # no gradient
+        betas = torch.tensor(config.betas, dtype=torch.float64)
+        before = TunerState(*states.unbind(1))
+        after = update(before, sums, betas, config, torch, rates)
+        kept = delta_retention(before, after, config, torch)
+
+        groups = [
+            {"mechanic_row": row, "mechanic_unit": 2.0, "d": betas.new_zeros(()), "lr": rates[row].item()}
+            | {"mechanic_tuner": torch.cat([betas[None], states[row]])}
+            for row in (1, 0, 2, 1)
+        ]
+        table = Table(torch.device("cpu"))
+        numbers = [group["lr"] for group in groups]
+        table.fill([], 3, lambda spans: listing.words_of_tuners(config, groups, numbers, spans, show=True))
+        tuned = launches.tune(table, None, (sums, sums[:, 2].contiguous()), 3, config)
+
+        for group in groups:
+            row = group["mechanic_row"]
+            expected = torch.stack([field[row] for field in after])
+            found = group["mechanic_tuner"][1:]
+            worst = max(worst, ((found - expected).abs() / expected.abs().clamp_min(1e-30)).max().item())
+            worst = max(worst, abs(group["d"].item() - expected[3].sum().item() / 2.0))
+        expected = torch.ones(3, dtype=torch.float64) if kept is None else kept
+        worst = max(worst, (tuned[:, columns.RETENTION] - expected).abs().max().item())
+        for column, state in ((columns.BEFORE, before), (columns.AFTER, after)):
+            worst = max(worst, (tuned[:, column] - state.scales.sum(-1)).abs().max().item())
+        of_former = before.scales.sum(-1) / expected
+        worst = max(worst, (tuned[:, columns.CHANGE] - (after.scales.sum(-1) - of_former)).abs().max().item())
+        assert tuned[:, columns.FINITE].tolist() == [1.0, 1.0, 1.0]
+    return worst
 
 
 def reason_not_to_use(*, half, broken=False):

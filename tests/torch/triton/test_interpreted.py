@@ -6,6 +6,7 @@ pytest.importorskip("triton")
 
 import torch
 
+from mechanic.tuner import TunerConfig
 from tests.torch.triton.processes import process
 
 BOUND = 1e-6
@@ -132,6 +133,15 @@ def test_a_step_is_three_launches_whatever_the_model(interpreter, tensors, tuner
 
 def test_the_five_sums_are_exact_to_a_millionth_at_16_million_elements(interpreter):
     assert interpreter("five_sums_error", 1 << 24) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TunerConfig(), TunerConfig.paper(), TunerConfig(betas=(0.9,), guard=False), TunerConfig(settle=False)],
+    ids=["default", "paper", "one beta, no guard", "no settling"],
+)
+def test_the_tuner_is_the_same_in_float64(interpreter, config):
+    assert interpreter("tune_error", config) <= 1e-13
 
 
 @pytest.mark.parametrize("half", [False, True])
