@@ -1,6 +1,7 @@
 """Courses of training on CPU tensors, with the eager kernels and with Triton's, interpreted in a process of its own."""
 
 import copy
+from functools import partial
 
 import pytorch_optimizer
 import torch
@@ -247,7 +248,7 @@ def tune_error(config):
         ]
         table = Table(torch.device("cpu"))
         numbers = [group["lr"] for group in groups]
-        table.fill([], 3, lambda spans: listing.words_of_tuners(config, groups, numbers, spans, show=True))
+        table.fill([], 3, partial(listing.words_of_tuners, config, groups, numbers, show=True))
         tuned = launches.tune(table, None, (sums, sums[:, 2].contiguous()), 3, config)
 
         for group in groups:
@@ -305,7 +306,7 @@ def with_missing_gradients(base, **options):
 
 def with_observations(base):
     course = Course(base)
-    for index in range(4):
+    for index in range(5):
         if index != 2:
             course.step(index, "observe")
         course.step(index, "step")
@@ -339,7 +340,7 @@ def in_half_precision(base, dtype, **options):
             params[0].data[:5] += 0.5
 
     course.before_step = write
-    return course.run(4).errors()
+    return course.run().errors()
 
 
 def with_several_tuners(base):

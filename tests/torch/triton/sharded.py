@@ -24,7 +24,7 @@ def course(kernels, mesh):
         for shape, placement in zip(SHAPES, placements, strict=True)
     ]
     optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, weight_decay=0.1))
-    for _ in range(2):
+    for _ in range(5):
         for p in params:
             p.grad = distribute_tensor(torch.randn(p.shape) + 0.3, mesh, p.placements)
         with using(kernels), counted() as started:

@@ -4,9 +4,9 @@ import socket
 import subprocess
 import sys
 
-import pytest
+from tests.torch.triton.processes import needs_triton
 
-pytest.importorskip("triton")
+pytestmark = needs_triton
 
 
 def test_on_two_ranks_dtensors_follow_the_eager_step():
