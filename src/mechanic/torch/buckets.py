@@ -42,11 +42,11 @@ def widened(params: Iterable[Tensor]) -> Iterator[None]:
     originals = [(p, p.data, p.grad) for p in params if is_half_precision(p.dtype)]
     try:
         for p, data, _ in originals:
-            _repoint(p, torch.empty(0, dtype=working_dtype(data.dtype), device=data.device), None)
+            repoint(p, torch.empty(0, dtype=working_dtype(data.dtype), device=data.device), None)
         yield
     finally:
         for p, data, grad in originals:
-            _repoint(p, data, grad)
+            repoint(p, data, grad)
 
 
 @dataclass
@@ -128,13 +128,13 @@ class Bucket:
             wide = [None if grad is None else next(copies) for grad in grads]
         for p, data, tensor, grad, wide_grad in zip(self.params, self._data(), lent, grads, wide, strict=True):
             self._originals.append((data, grad))
-            _repoint(p, tensor, wide_grad)
+            repoint(p, tensor, wide_grad)
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again. Returns what they were pointed at, as the base left it."""
         stepped = self._data() if self._originals else []
         for p, (data, grad) in zip(self.params, self._originals, strict=False):
-            _repoint(p, data, grad)
+            repoint(p, data, grad)
         self._originals = []
         return stepped
 
@@ -225,7 +225,7 @@ class Bucket:
         return self._of_this_tuner(per_tuner).to(working_dtype(self.dtype).to_real())
 
 
-def _repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
+def repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
     """Let a parameter hold other data. If the dtype changes, the gradient is replaced too: both have to agree."""
     if p.dtype == data.dtype:
         set_local(p, data)

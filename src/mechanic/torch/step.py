@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic.torch import tuners
+from mechanic.torch import gpu, tuners
 from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.fused import choose_kernels, step_fused
@@ -24,6 +24,14 @@ def step(wrapped: Wrapped[Any]) -> None:
     reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
     if not buckets and reduction.group is None:
         return
+    if gpu.takes(buckets, step_eagerly):
+        gpu.step(wrapped, reduction, buckets)
+    else:
+        step_eagerly(wrapped, reduction, buckets)
+
+
+def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> None:
+    """Step with PyTorch's own operators, or compiled ones."""
     fused = wrapped.compile and _choose_kernels(wrapped, buckets)  # base and Mechanic step in one kernel
 
     # Measure. This comes before the base steps, since it may edit gradients in place.
@@ -63,6 +71,9 @@ def step(wrapped: Wrapped[Any]) -> None:
 def observe(wrapped: Wrapped[Any]) -> None:
     """Measure the gradients of a held-out batch for the next step."""
     buckets = wrapped.reduction_and_buckets()[1]
+    if gpu.takes(buckets, step_eagerly):
+        gpu.observe(wrapped, buckets)
+        return
     tuner = wrapped.read_tuners(buckets)[1]
     sums = sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
     wrapped.observed = {row: sums[index] for row, index in tuners.rows_of(wrapped.groups).items()}

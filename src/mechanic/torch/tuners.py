@@ -200,15 +200,19 @@ def rows_of(groups: list[Group]) -> dict[int, int]:
 
 def read_tuners(groups: list[Group], device: torch.device | None) -> tuple[Tensor, TunerState]:
     """The betas and the state of all tuners, each [tuners, n]; on ``device``, or where they are."""
-    device = device or groups[0][TUNER].device
-    rows, dtype = {}, tuner_dtype(device)
-    for group in groups:
-        tuner = group[TUNER]
-        if tuner.device != device or tuner.dtype != dtype:  # the model was moved, or the checkpoint is from elsewhere
-            group[TUNER] = tuner.to(device, dtype)
-        rows[group[ROW]] = group[TUNER]
+    bring(groups, device or groups[0][TUNER].device)
+    rows = {group[ROW]: group[TUNER] for group in groups}
     betas, *fields = torch.stack([rows[row] for row in sorted(rows)]).unbind(1)
     return betas, TunerState(*fields)
+
+
+def bring(groups: list[Group], device: torch.device) -> None:
+    """Have all tuners on ``device``: the model may have been moved, or the checkpoint be from elsewhere."""
+    dtype = tuner_dtype(device)
+    for group in groups:
+        tuner = group[TUNER]
+        if tuner.device != device or tuner.dtype != dtype:
+            group[TUNER] = tuner.to(device, dtype)
 
 
 def read_rates(groups: list[Group], like: Tensor) -> Tensor:
@@ -238,10 +242,16 @@ def write_tuners(groups: list[Group], betas: Tensor, state: TunerState) -> None:
 def show_scales(groups: list[Group]) -> None:
     """Keep ``d`` = S / peak_lr in every group: many trainers log ``d * lr``, which is then the effective rate."""
     rates = [scale_of(group) / group[PEAK_LR] for group in groups]
-    for group, rate in zip(groups, rates, strict=True):
-        if not isinstance(group.get("d"), Tensor) or group["d"].device != rate.device:
-            group["d"] = rate.clone()
+    make_shown(groups)
     foreach_copy_([group["d"] for group in groups], rates)
+
+
+def make_shown(groups: list[Group]) -> None:
+    """Have a tensor ``d`` beside every tuner."""
+    for group in groups:
+        tuner, shown = group[TUNER], group.get("d")
+        if not isinstance(shown, Tensor) or shown.device != tuner.device or shown.dtype != tuner.dtype:
+            group["d"] = tuner.new_zeros(())
 
 
 class MissingParameterCheck:

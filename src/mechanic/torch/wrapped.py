@@ -48,6 +48,7 @@ class Wrapped(Generic[BaseT]):
     is_linear_in_lr: bool | None = field(default=None, init=False)  # the base; None until it is needed
     missing: tuners.MissingParameterCheck = field(default_factory=tuners.MissingParameterCheck, init=False)
     warn_once: WarnOnce = field(default_factory=WarnOnce, init=False)
+    table: object = field(default=None, init=False)  # of the kernels for GPUs
     _reduction: Reduction | None = field(default=None, init=False)
     _direct_steps: DirectStepCheck | None = field(default=None, init=False)
 
@@ -113,8 +114,12 @@ class Wrapped(Generic[BaseT]):
         """The betas and the state of all tuners, each [tuners, n], where the parameters are."""
         return tuners.read_tuners(self.groups, buckets[0].device if buckets else None)
 
+    @property
+    def shows_scales(self) -> bool:
+        return "d" not in self.base.defaults  # Adafactor has an option of this name
+
     def show_scales(self) -> None:
-        if "d" not in self.base.defaults:  # Adafactor has an option of this name
+        if self.shows_scales:
             tuners.show_scales(self.groups)
 
     def scales(self) -> dict[str, float]:

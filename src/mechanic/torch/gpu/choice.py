@@ -1,0 +1,91 @@
+"""Whether the kernels are used: on CUDA and ROCm, if Triton is there and they agree with the eager step."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.buckets import Bucket
+from mechanic.torch.kernels.rounding import is_half_precision
+from mechanic.torch.layout import DELTA, RESIDUAL
+from mechanic.torch.shards import Reduction
+from mechanic.torch.warn import warn_user
+from mechanic.torch.wrapped import Wrapped
+from mechanic.tuner import TunerConfig
+
+Step = Callable[[Wrapped[Any], Reduction, list[Bucket]], None]
+
+VARIABLE = "MECHANIC_KERNELS"
+"""``eager`` turns the kernels off. ``triton`` uses them on every device, CPUs included, as Triton's interpreter can."""
+
+TOLERANCE = 1e-4
+"""How far the kernels may be from the eager step after three steps; rounding leaves 1e-6."""
+
+
+def takes(buckets: list[Bucket], eager: Step) -> bool:
+    """Whether the kernels are to make a step on these parameters, instead of ``eager``."""
+    if not buckets:
+        return False
+    device, wish = buckets[0].device, os.environ.get(VARIABLE, "")
+    if wish == "triton":
+        return device.type in ("cpu", "cuda")
+    if wish == "eager" or device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return works(device, any(is_half_precision(bucket.dtype) for bucket in buckets), eager)
+
+
+@functools.cache
+def works(device: torch.device, half: bool, eager: Step) -> bool:
+    """Whether the kernels agree with the eager step; if not, says so once."""
+    if reason := reason_not_to_use(device, eager, half=half):
+        warn_user(
+            f"the kernels for GPUs are not used on {device}, where {reason}; steps are correct but slower. Please "
+            f"report this. {VARIABLE}=eager in the environment turns them off without this warning"
+        )
+        return False
+    return True
+
+
+@torch.no_grad()
+def reason_not_to_use(device: torch.device, eager: Step, *, half: bool) -> str | None:
+    """Try the kernels on a few small tensors; None if they agree with the eager step."""
+    from mechanic.torch.gpu import driver
+
+    dtype = torch.bfloat16 if half else torch.float32
+    try:
+        for make in (torch.optim.AdamW, torch.optim.SGD):  # the second is lent Delta in its first step
+            expected, found = (_try(make, step, device, dtype) for step in (eager, driver.step))
+            if not all(_agree(a, b) for a, b in zip(expected, found, strict=True)):
+                return "they do not agree with the eager step"
+    except Exception as error:  # of a compiler or a driver: it can be anything
+        return f"they fail with {type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+    return None
+
+
+def _try(make: Any, step: Step, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Three steps; returns what the parameters stand for, their Deltas, and the tuner."""
+    from mechanic.torch.gpu import columns
+
+    sizes = columns.CHUNK + columns.BLOCK + 7, 3
+    params = [torch.linspace(-1, 1, size, device=device).to(dtype).requires_grad_() for size in sizes]
+    base = make(params, lr=0.1, weight_decay=0.01)
+    wrapped = Wrapped(base, TunerConfig(), None, False, False, False, None, False, peak_is_settled=True)
+    wrapped.begin()
+    for index in range(3):
+        for p in params:
+            p.grad = torch.cos(p.detach() + index)
+        reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
+        step(wrapped, reduction, buckets)
+    kept = [wrapped.base.state[p] for p in params]
+    values = [p.detach().float() + state.get(RESIDUAL, 0.0) for p, state in zip(params, kept, strict=True)]
+    return [*values, *(state[DELTA] for state in kept), wrapped.groups[0]["mechanic_tuner"]]
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= TOLERANCE * a.abs().max())

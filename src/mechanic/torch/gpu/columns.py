@@ -1,0 +1,45 @@
+"""The layout of the table that the kernels read: what stands in which word.
+
+The table is one array of 64-bit words on the device. It has a record per tensor, then rows of numbers (float64) that
+tensors share, then what `tune` needs. Addresses are 0 where there is no such tensor.
+"""
+
+from __future__ import annotations
+
+# The record of a tensor.
+X, G, D, M, V, R, STEP, LR_AT = range(8)
+"""Addresses: parameter, gradient, Delta, two tensors of the base, residual, step counter, and learning rate if that is
+a tensor. Around a base, M is what the base steps on and V the gradient in float32 that it sees.
+"""
+NUMEL, TUNER, NUMBERS, QUICK = range(8, 12)  # QUICK: all lists are there and aligned, so accesses need no masks
+RECORD = 12
+
+# A row of numbers.
+SIGN, WEIGHT, LR, DECAY, L2, OWN = range(6)
+"""The learning rate is LR times what stands at LR_AT, if anything does. OWN is the first of eight of the rule's own."""
+NUMBERS_ROW = OWN + 8
+
+# What `tune` needs, behind the numbers: the config, a record per tuner, and a record per param group.
+S_INIT, CONFIG_DECAY, EPS, FORGETTING = range(4)
+CONFIG = 4
+TUNER_AT, SHOWN_AT, RATE_AT, RATE, PEAK = range(5)
+"""Addresses of a group's tuner, of its ``d``, and of its learning rate if that is a tensor; else its learning rate; the
+one that counts as 1."""
+GROUP = 5
+
+# What `tune` leaves for the others, by tuner, in float64.
+SCALE, CHANGE, RETENTION, FINITE, BEFORE, AFTER = range(6)
+"""S / k, S' - S / k, k, whether the gradients are finite, S, S'."""
+TUNED = 6
+
+# The rules that `step` knows.
+SGD, MOMENTUM, ADAM, NADAM, LION, RMSPROP, RMSPROP_MOMENTUM, ADAGRAD = range(8)
+
+CHUNK = 1 << 16
+"""Elements of one program, as in torch's own kernels over lists."""
+
+BLOCK = 1 << 10
+"""Elements that a program works on at once. On AMD it is twice as many in half precision, for 16-byte accesses."""
+
+SMALL = 1 << 8
+"""The same for blocks with masks."""
