@@ -15,7 +15,6 @@ FACTORS = (1e-6, 1e-4, 1e-2, 1.0, 1e3)
 ROWS = {
     "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9}, {}),
     "… with decay=0": (torch.optim.SGD, {"momentum": 0.9}, {"decay": 0.0}),
-    "… with decay=0, eps=0": (torch.optim.SGD, {"momentum": 0.9}, {"decay": 0.0, "eps": 0.0}),
     "AdamW": (torch.optim.AdamW, {"eps": 1e-16}, {}),
 }
 
