@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechanic import TunerConfig
-from mechanic.tuner import TunerState, total_scale, update
+from mechanic.tuner import TunerState, delta_retention, total_scale, update
 
 CONFIGS = [TunerConfig(), TunerConfig.paper(), TunerConfig(betas=(1.0,), guard=False)]
 
@@ -212,3 +212,46 @@ def test_a_config_may_be_a_dict_of_known_fields():
         TunerConfig.of({"lamda": 0.1})
     with pytest.raises(TypeError, match=r"TunerConfig or a dict of its fields, got 0\.1"):
         TunerConfig.of(0.1)
+
+
+def retention_of(config=None, *, scale, new_scale, largest_scale, rate):
+    """k on step 50, where Delta changes by 4 % at most; the largest learning rate so far is 1."""
+    config = config or TunerConfig()
+
+    def state(scale, largest_scale):
+        values = {"scales": scale / 5, "largest_scale": largest_scale, "steps": 50.0, "largest_rate": 1.0}
+        return TunerState(*(np.full((1, 5), values.get(name, 0.0)) for name in TunerState._fields))
+
+    before, after = state(scale, largest_scale), state(new_scale, max(largest_scale, new_scale))
+    return delta_retention(before, after, config, np, np.array([rate])).item()
+
+
+@pytest.mark.parametrize(
+    ("new_scale", "rate", "expected"),
+    [
+        (1.01, 1.0, 1.0),  # at the peak S alone moves
+        (1.01, 0.0, 1 / 1.01),  # at the end S Delta stays where it is
+        (0.99, 0.0, 1 / 0.99),
+        (1.01, 0.8, 1 - 0.2 * 0.04),  # between them only a part of the 4 % is allowed
+        (0.99, 0.8, 1 + 0.2 * 0.04),
+        (1.5, 0.0, 0.96),
+        (0.5, -0.1, 1.04),
+        (2.02, 1.0, 2 / 2.02),  # a new maximum
+        (2.02, 0.5, 2 / 2.02),
+        (4.0, 0.5, 0.96),
+    ],
+)
+def test_delta_makes_up_for_the_scale_as_the_schedule_falls(new_scale, rate, expected):
+    found = retention_of(scale=1.0, new_scale=new_scale, largest_scale=2.0, rate=rate)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("scales", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_nothing_is_forgotten_where_one_scale_is_zero(scales):
+    assert retention_of(scale=scales[0], new_scale=scales[1], largest_scale=2.0, rate=0.1) == 1.0
+
+
+def test_without_settling_only_a_new_maximum_is_made_up_for():
+    without = TunerConfig(settle=False)
+    assert retention_of(without, scale=1.0, new_scale=1.5, largest_scale=2.0, rate=0.0) == 1.0
+    assert retention_of(without, scale=1.0, new_scale=2.02, largest_scale=2.0, rate=0.0) == 2 / 2.02
