@@ -155,8 +155,12 @@ def test_on_cuda_torch_is_asked(monkeypatch, answer):
     class OnCuda:
         is_cuda = True
 
+    groups = [{"params": []}, {"params": [OnCuda()]}]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answer)
-    assert capture.is_capturing([{"params": []}, {"params": [OnCuda()]}]) is answer
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the tensor is a fake one
+    assert not capture.is_capturing(groups)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert capture.is_capturing(groups) is answer
     assert not capture.is_capturing([{"params": []}])
 
 
