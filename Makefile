@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs test-newest setup-ecosystem test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs gpu test-newest setup-ecosystem test-ecosystem test-deepspeed
 .PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
@@ -36,6 +36,10 @@ test:
 MINUTES ?= 30
 campaign:
 	MECHANIC_CAMPAIGN_MINUTES=$(MINUTES) $(BIN)/pytest -m slow --capture=no --quiet tests/campaign
+
+# All that needs a GPU to be known: times, memory, and whether the kernels are right. See docs/gpu.md.
+gpu:
+	$(BIN)/python -m benchmarks.speed.on_gpu
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html

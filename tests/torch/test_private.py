@@ -197,3 +197,20 @@ def test_one_rank_may_swap_its_parameters_for_smaller_ones(one_rank):
     group["params"][0].grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[group["params"][0]]["mechanic_delta"].any()
+
+
+def test_outside_of_compiled_code_is_what_torch_does_not_trace():
+    seen = []
+
+    @private.outside_of_compiled_code
+    def look(x, *, by):
+        seen.append(torch.compiler.is_compiling())
+        return x + by
+
+    def twice(x):
+        return 2 * look(x, by=1.0)
+
+    compiled = torch.compile(twice, backend="eager")
+    assert [compiled(torch.ones(())).item(), twice(torch.ones(())).item()] == [4.0, 4.0]
+    assert seen == [False, False]
+    assert look.__name__ == "look"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
-from mechanic.torch import checkpoint, freezing, step, tuners
+from mechanic.torch import capture, checkpoint, freezing, step, tuners
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
 from mechanic.torch.layout import Group, StateDict
-from mechanic.torch.private import run_load_state_dict_hooks, run_state_dict_hooks
+from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import TunerConfig
 
@@ -136,6 +136,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @outside_of_compiled_code
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step: measure, tune, let the base step, and scale what it did."""
@@ -144,6 +145,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             with torch.enable_grad():
                 loss = closure()
         self._wrapped.require_assigned_groups()
+        capture.refuse_step(self._wrapped)
         self._wrapped.settle_peak_lr()
         if self.is_frozen:
             freezing.step_frozen(self._wrapped)
@@ -151,6 +153,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             step.step(self._wrapped)
         return loss
 
+    @outside_of_compiled_code
     @torch.no_grad()
     def observe(self) -> None:
         """Let the gradients now in ``.grad``, those of a held-out batch, tune the next step.
@@ -171,6 +174,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             >>> optimizer.step()
         """
         self._wrapped.require_assigned_groups()
+        capture.refuse_observation(self._wrapped)
         if not self.is_frozen:
             step.observe(self._wrapped)
         self.zero_grad()

@@ -9,12 +9,16 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # One call for a list of tensors. torch's own optimizers use the same functions; there are no public ones.
 foreach_add_ = torch._foreach_add_
@@ -28,6 +32,22 @@ foreach_norm = torch._foreach_norm
 # Join tensors into a flat one, and view a flat tensor in their shapes; DDP's buckets are made this way.
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 unflatten: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+
+def outside_of_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``torch.compile`` call a function as it is, not trace it.
+
+    ``torch.compiler.disable`` imports the compiler at once, and that takes a second.
+    """
+    not_traced = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return not_traced(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def is_inside_backward() -> bool:

@@ -23,6 +23,7 @@ def with_triton(monkeypatch):
     answers = []
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(choice, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(choice, "reason_not_to_use", lambda *_, **__: answers.pop())
     choice.works.cache_clear()
     yield answers
@@ -59,6 +60,11 @@ def test_they_are_not_used_without_triton_on_other_devices_or_if_the_user_says_s
     assert not choice.takes([bucket()], eager=None)
     monkeypatch.delenv("MECHANIC_KERNELS")
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert not choice.takes([bucket()], eager=None)
+
+
+def test_they_are_not_tried_on_fake_tensors_where_there_is_no_gpu(with_triton, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert not choice.takes([bucket()], eager=None)
 
 

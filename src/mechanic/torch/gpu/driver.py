@@ -7,24 +7,33 @@ any case, so that the base makes its own state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mechanic.torch import tuners
+from mechanic.torch import capture, tuners
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.gpu import columns, launches
 from mechanic.torch.gpu.listing import Rate, list_around, list_whole, rates_of, words_of_tuners
 from mechanic.torch.gpu.rules import Rule, count_steps, rules_of
-from mechanic.torch.gpu.table import Table
+from mechanic.torch.gpu.table import Span, Table
 from mechanic.torch.gpu.taken import Taken, divide
 from mechanic.torch.private import mark_as_stepped
 from mechanic.torch.shards import Reduction
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS
+
+_STEPS_BY_ITSELF = (
+    "the base steps by itself, on copies that are elsewhere in every step. MECHANIC_KERNELS=eager in the environment "
+    "turns off the kernels that have to know where they are"
+)
+_TENSORS_HAVE_MOVED = (
+    "tensors are elsewhere than in the step before, and a graph cannot be told where. Keep gradients in their place, "
+    "zero_grad(set_to_none=False), have learning rates in float32, and make three steps before the capture"
+)
 
 
 @dataclass
@@ -74,6 +83,7 @@ def observe(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
 
 def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _Work:
     device, groups = buckets[0].device, wrapped.groups
+    is_captured = capture.is_capturing(groups)
     taken, left = divide(buckets, device)
     if not isinstance(wrapped.table, Table) or wrapped.table.device != device:
         wrapped.table = Table(device)
@@ -83,6 +93,8 @@ def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _W
         work.rules = rules_of(wrapped.base)
         listed = None if work.rules is None else list_whole(wrapped.base, taken, work.rules, work.rates)
     if listed is None:
+        if is_captured:
+            capture.refuse(_STEPS_BY_ITSELF)
         work.rules = None
         for bucket in taken if steps else ():
             bucket.make_room()
@@ -91,9 +103,14 @@ def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _W
     show = wrapped.shows_scales
     if show:
         tuners.make_shown(groups)
-    wrapped.table.fill(
-        listed, work.tuners, lambda spans: words_of_tuners(wrapped.config, groups, work.rates, spans, show=show)
-    )
+
+    def rest(spans: list[Span]) -> Iterator[int]:
+        return words_of_tuners(wrapped.config, groups, work.rates, spans, show=show)
+
+    if not is_captured:
+        wrapped.table.fill(listed, work.tuners, rest)
+    elif not wrapped.table.fill_and_hold(listed, work.tuners, rest):
+        capture.refuse(_TENSORS_HAVE_MOVED)
     return work
 
 

@@ -51,8 +51,7 @@ def _adam(group: Group) -> Rule | None:
 
 
 def _adamw(group: Group) -> Rule | None:
-    rule = _adam(group)
-    return None if rule is None else rule._replace(is_decoupled=True)
+    return _adam({**group, "decoupled_weight_decay": True})
 
 
 def _adam_numbers(group: Group, step: float, _: float) -> tuple[float, ...]:

@@ -50,6 +50,14 @@ class Span(NamedTuple):
     of_tuner: list[tuple[int, int]]  # first and last + 1, by tuner
 
 
+Rest = Callable[[list[Span]], Iterable[int]]
+"""Makes the words that follow those of the tensors."""
+
+
+class _ChangesError(Exception):
+    """The table would have to change."""
+
+
 def bits(number: float) -> int:
     """A number as a word."""
     return array("q", array("d", [number]).tobytes())[0]
@@ -72,12 +80,33 @@ class Table:
         self._content = b""
         self._sizes: tuple[Any, ...] | None = None
         self._pinned: list[Tensor] = []
+        self._held: list[Tensor] = []  # by CUDA graphs
+        self._may_change = True
 
     @property
     def programs(self) -> int:
         return len(self.where)
 
-    def fill(self, listed: Sequence[Listed], tuners: int, rest: Callable[[list[Span]], Iterable[int]]) -> None:
+    def fill_and_hold(self, listed: Sequence[Listed], tuners: int, rest: Rest) -> bool:
+        """Keep the table as it is and where it is, for a CUDA graph that reads it in every replay.
+
+        Returns False if it would have to change for these tensors.
+        """
+        self._may_change = False
+        try:
+            self.fill(listed, tuners, rest)
+        except _ChangesError:
+            self._content, self._sizes = b"", None  # made anew with the next step
+            return False
+        finally:
+            self._may_change = True
+        self._held += [each for each in (self.words, self.where) if not self._is_held(each)]
+        return True
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        return any(tensor is held for held in self._held)
+
+    def fill(self, listed: Sequence[Listed], tuners: int, rest: Rest) -> None:
         """Describe these tensors. ``rest`` makes the words that follow them."""
         listed = sorted(listed, key=lambda part: (str(part.kind), part.tuner))
         rows: dict[Numbers, int] = {}
@@ -97,15 +126,20 @@ class Table:
             self.words = self._copied(torch.frombuffer(bytearray(content), dtype=torch.int64), self.words)
 
     def _copied(self, words: Tensor, former: Tensor) -> Tensor:
-        """A copy on the device, in the memory of the former one if that has the same size."""
+        """A copy on the device."""
+        if not self._may_change:
+            raise _ChangesError
         if self.device.type == "cpu":
             return words
-        # A new pinned tensor each time: the host may be ahead of the copy from the last one. It is kept for CUDA
-        # graphs, which repeat the copy.
+        # A new pinned tensor each time: the host may be ahead of the copy from the last one.
         pinned = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words)
         self._pinned = [*self._pinned[-1:], pinned]
-        copy = former if former.shape == words.shape else torch.empty_like(words, device=self.device)
-        return copy.copy_(pinned, non_blocking=True)
+        return self.room(words, former).copy_(pinned, non_blocking=True)
+
+    def room(self, words: Tensor, former: Tensor) -> Tensor:
+        """Memory for a copy: that of the former one if it has the same size and no graph reads it."""
+        fits = former.shape == words.shape and not self._is_held(former)
+        return former if fits else torch.empty_like(words, device=self.device)
 
     def _arrange(self, sizes: list[tuple[Kind, int, list[int]]], tuners: int) -> None:
         """Share the tensors among programs, again only if their sizes have changed."""
@@ -128,7 +162,7 @@ class Table:
             span = self.spans[-1]
             begin = span.of_tuner[tuner][0] if span.of_tuner[tuner] != (0, 0) else first
             span.of_tuner[tuner] = begin, last
-            self.spans[-1] = span._replace(programs=last - span.first)
+            self.spans[-1] = Span(kind, span.first, last - span.first, span.of_tuner)
         self.where = self._copied(torch.tensor(where, dtype=torch.int32).reshape(-1, 2), self.where)
 
 

@@ -1,0 +1,58 @@
+"""A record of :mod:`benchmarks.speed.on_gpu` as tables in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def tables(record: Record) -> str:
+    about = record["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    lines = [f"{about['device']}; {versions}; medians of {about['rounds']}; kernels: {about['kernels']}"]
+    if about["tiny"]:
+        lines += ["", "**Tiny mode: this tries the command. The figures mean nothing.**"]
+    lines += ["", "| Triton's kernels against the eager step | | largest difference |", "|---|---|---|"]
+    lines += [f"| {row['base']} | {row['way']} | {_difference(row)} |" for row in record["agreement"]]
+    for dtype in ("float32", "bfloat16"):
+        lines += _steps([row for row in record["steps"] if row["dtype"] == dtype], dtype)
+    lines += ["", "| training step | ms | over AdamW fused | peak, GB |", "|---|---|---|---|"]
+    bare = next((row.get("ms") for row in record["training"] if row["contender"] == "AdamW fused"), None)
+    for row in record["training"]:
+        said = [_said(row, "ms"), _ratio(row, bare), str(row.get("peak_gb", ""))]
+        lines.append(f"| {row['contender']} | {' | '.join(said)} |")
+    graph = record["graph"]
+    if "plain" not in graph:
+        return "\n".join([*lines, "", f"CUDA graph: {_said(graph, 'replay')}"])
+    lines += ["", "| CUDA graph, Mechanic(AdamW) | ms | host ms |", "|---|---|---|"]
+    lines += [f"| {name} | {graph[name]['ms']} | {graph[name]['host_ms']} |" for name in ("plain", "replay")]
+    return "\n".join([*lines, "", f"Replays against plain steps: {_difference(graph)}"])
+
+
+def _steps(rows: list[dict[str, Any]], dtype: str) -> list[str]:
+    head = ["ms", "host ms", "over AdamW fused", "kept, bytes per parameter", "passing, bytes per parameter"]
+    lines = ["", f"| step, {dtype} | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    bare = next((row.get("ms") for row in rows if row["contender"] == "AdamW fused"), None)
+    for row in rows:
+        name = row["contender"] + (f", {row['kernels']} kernels" if row["kernels"] else "")
+        figures = [_said(row, "ms"), str(row.get("host_ms", "")), _ratio(row, bare)]
+        figures += [str(row.get(key, "")) for key in ("kept_bytes", "passing_bytes")]
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    return lines
+
+
+def _said(row: dict[str, Any], key: str) -> str:
+    """A figure, or why there is none."""
+    if key in row:
+        return str(row[key])
+    kind = "skipped" if "skipped" in row else "failed"
+    return f"{kind}: {' '.join(str(row.get(kind)).split())}".replace("|", "/")
+
+
+def _ratio(row: dict[str, Any], bare: float | None) -> str:
+    return f"{row['ms'] / bare:.2f}" if bare and "ms" in row else ""
+
+
+def _difference(row: dict[str, Any]) -> str:
+    return f"{row['difference']:.1e}{'' if row['agree'] else ', TOO FAR'}" if "agree" in row else _said(row, "agree")
