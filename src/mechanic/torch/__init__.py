@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 
 from mechanic.torch.factory import MechanicAdamW, MechanicSGD, mechanic_class
 from mechanic.torch.optimizer import Mechanic
+from mechanic.torch.together import Together
 from mechanic.torch.tuners import layer_groups
 
-__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanic_class"]
+__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "Together", "layer_groups", "mechanic_class"]
