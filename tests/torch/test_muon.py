@@ -241,6 +241,10 @@ def test_what_muon_cannot_take_is_refused_with_what_to_do():
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"0\.table has 3 dimensions"):
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)), roles={"0.table": "matrix"})
+    with pytest.raises(ValueError, match=r"0\.weight has complex numbers"):
+        MechanicMuon(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"another model: they lack wte\.weight"):
+        MechanicMuon(GPT(), roles=roles(GPT()))
     with pytest.raises(ValueError, match="no matrices"):
         MechanicMuon(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 10)))
     with pytest.raises(TypeError, match="takes the model"):

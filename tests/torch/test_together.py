@@ -9,6 +9,7 @@ import schedulefree
 import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mechanic.torch import Mechanic, Together
 from tests.torch.task import backward, mlp, same_bits, snapshot, train, train_loss
@@ -95,6 +96,17 @@ def test_a_closure_is_called_once():
 
     assert together.step(closure) > 0
     assert len(calls) == 1
+
+
+def test_hooks_on_all_optimizers_are_called_once_per_step():
+    model, calls = mlp(), []
+    together = sgd_adamw(model, lr=0.01)
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        train(model, together, 3)
+    finally:
+        handle.remove()
+    assert len(calls) == 3
 
 
 def test_every_member_has_a_state_dict_of_its_own_parts():

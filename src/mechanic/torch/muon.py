@@ -102,9 +102,14 @@ def _groups(
             f"what these parameters do is not known: {', '.join(others)}; say it, for example with "
             f"MechanicMuon(model, roles={{{others[0]!r}: 'vector'}})"
         )
+    listed = {p for named in found.values() for p in named.values()}
+    if strangers := [name for name, p in model.named_parameters() if p.requires_grad and p not in listed]:
+        count, first = len(strangers), strangers[0]
+        raise ValueError(f"the roles are of another model: they lack {first}, {count} in all; use roles(model)")
     for name, p in found["matrix"].items():
-        if p.ndim != 2:
-            raise ValueError(f"{name} has {p.ndim} dimensions, and Muon takes 2: give it another role than 'matrix'")
+        if p.ndim != 2 or p.is_complex():
+            kind = f"{p.ndim} dimensions" if p.ndim != 2 else "complex numbers"
+            raise ValueError(f"{name} has {kind}, which Muon does not take: give it another role than 'matrix'")
     if not found["matrix"]:
         raise ValueError("the model has no matrices, so there is nothing for Muon; use MechanicAdamW")
     groups = {role: {"params": list(named.values()), "role": role} for role, named in found.items() if named}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.layout import Group, StateDict, params_of
-from mechanic.torch.private import run_load_state_dict_hooks
+from mechanic.torch.private import global_hooks_silenced, run_load_state_dict_hooks
 
 OPTIMIZER = "optimizer"
 """The entry of a param group that names its optimizer."""
@@ -89,7 +89,8 @@ class Together(Optimizer):
         for name in self._named:
             member = self._up_to_date(name)
             try:
-                member.step()
+                with global_hooks_silenced():  # they are called around this step, once
+                    member.step()
             finally:
                 self._collect(member)
         return loss
