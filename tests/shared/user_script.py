@@ -10,7 +10,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import mechanic.jax
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD, layer_groups, mechanic_class
+from mechanic.torch import (
+    Mechanic,
+    MechanicAdamW,
+    MechanicMuon,
+    MechanicSGD,
+    Together,
+    layer_groups,
+    mechanic_class,
+    roles,
+)
 
 
 def train(model: nn.Module) -> torch.optim.AdamW:
@@ -41,6 +50,17 @@ def another(model: nn.Module) -> torch.optim.RAdam:
     optimizer = mechanic_class(torch.optim.RAdam)(model.parameters(), lr=1.0, config=TunerConfig.paper())
     optimizer.load_state_dict(optimizer.state_dict())
     return optimizer.base
+
+
+def muon(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    optimizer = MechanicMuon(model, weight_decay=0.1, roles={"*.gate.weight": "vector"}, tuners="role", compile=False)
+    print(roles(model), roles(model)["matrix"].keys(), roles(model).of("0.weight"))
+    return optimizer.release().members
+
+
+def several(model: nn.Sequential) -> Mechanic[Together]:
+    first, second = torch.optim.SGD(model[0].parameters(), lr=1.0), torch.optim.AdamW(model[1].parameters(), lr=1.0)
+    return Mechanic(Together(first, second), per_group=True)
 
 
 def in_jax() -> None:

@@ -11,7 +11,20 @@ except ModuleNotFoundError as error:
     raise
 
 from mechanic.torch.factory import MechanicAdamW, MechanicSGD, mechanic_class
+from mechanic.torch.muon import MechanicMuon
 from mechanic.torch.optimizer import Mechanic
+from mechanic.torch.roles import Roles, roles
+from mechanic.torch.together import Together
 from mechanic.torch.tuners import layer_groups
 
-__all__ = ["Mechanic", "MechanicAdamW", "MechanicSGD", "layer_groups", "mechanic_class"]
+__all__ = [
+    "Mechanic",
+    "MechanicAdamW",
+    "MechanicMuon",
+    "MechanicSGD",
+    "Roles",
+    "Together",
+    "layer_groups",
+    "mechanic_class",
+    "roles",
+]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch.layout import PEAK_LR
 from mechanic.torch.private import step_hooks
+from mechanic.torch.together import members_of, owners_of
 from mechanic.torch.warn import warn_user
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
@@ -42,10 +43,13 @@ def refuse_unsuitable(base: Any) -> None:
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"Mechanic wraps a torch.optim.Optimizer instance, got {type(base).__name__}; "
-            "write Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))"
+            "write Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0)), or Mechanic(Together(first, second))"
         )
-    if reason := _reason_to_refuse(base):
-        raise TypeError(f"Mechanic cannot wrap {type(base).__name__}: {reason}")
+    for member in members_of(base):
+        if reason := _reason_to_refuse(member):
+            raise TypeError(f"Mechanic cannot wrap {type(member).__name__}: {reason}")
+    if len({ascends(member) for member in members_of(base)}) > 1:
+        raise ValueError("one of the optimizers has maximize=True and another has not; build them alike")
     if any("mechanic_format" in group for group in base.param_groups):
         raise ValueError(
             f"this {type(base).__name__} is already wrapped, or was loaded from a Mechanic's checkpoint; "
@@ -61,7 +65,7 @@ class DirectStepCheck:
     def __init__(self, base: Optimizer) -> None:
         self._is_expected = False
         self._has_warned = False
-        self._handle = base.register_step_pre_hook(self)
+        self._handles = [each.register_step_pre_hook(self) for each in {base, *members_of(base)}]
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not (self._is_expected or self._has_warned):
@@ -81,18 +85,28 @@ class DirectStepCheck:
             self._is_expected = False
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 def keeps_own_iterates(base: Optimizer) -> bool:
     """Whether the base is known to keep iterates beside the parameters: scaling the parameters would separate them."""
-    has_modes = callable(getattr(base, "train", None)) and callable(getattr(base, "eval", None))  # Schedule-Free
-    return has_modes or any(cls.__name__ in _WITH_OWN_ITERATES for cls in type(base).__mro__)
+    return any(
+        (callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)))  # Schedule-Free
+        or any(cls.__name__ in _WITH_OWN_ITERATES for cls in type(member).__mro__)
+        for member in members_of(base)
+    )
+
+
+def ascends(base: Optimizer) -> bool:
+    """Whether a base maximizes; of bases where that is no option of the groups."""
+    return any(bool(getattr(member, "maximize", False)) for member in members_of(base))
 
 
 def has_hooks(base: Optimizer) -> bool:
     """Whether somebody may look at the base's parameters around its step."""
-    return any(not isinstance(hook, DirectStepCheck) for hook in step_hooks(base))
+    optimizers = {base, *members_of(base)}
+    return any(not isinstance(hook, DirectStepCheck) for optimizer in optimizers for hook in step_hooks(optimizer))
 
 
 def _reason_to_refuse(base: Optimizer) -> str | None:
@@ -123,12 +137,12 @@ def decoupled_decays(base: Optimizer) -> list[float] | None:
     None if it cannot: if its update may depend on the values, if somebody else may look at them, or if lr is 0 or may
     be. A step at lr = 0 has to leave every bit of the parameters as it is.
     """
-    if type(base) not in _VALUE_INDEPENDENT or has_hooks(base):
+    if any(type(member) not in _VALUE_INDEPENDENT for member in members_of(base)) or has_hooks(base):
         return None
     decays = []
-    for group in base.param_groups:
+    for owner, group in zip(owners_of(base), base.param_groups, strict=True):
         lr, decay = group["lr"], group.get("weight_decay", 0.0)
-        is_decoupled = type(base) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        is_decoupled = type(owner) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
         if isinstance(lr, Tensor) or isinstance(decay, Tensor) or lr == 0 or (decay and not is_decoupled):
             return None
         decays.append(lr / group[PEAK_LR] * decay)

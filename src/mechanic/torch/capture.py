@@ -18,7 +18,9 @@ from mechanic.torch.wrapped import Wrapped
 def is_capturing(groups: list[Group]) -> bool:
     """Whether a step is recorded in a CUDA graph now. On CPUs it never is, and nothing is asked."""
     on_cuda = any(group["params"] and group["params"][0].is_cuda for group in groups)
-    return on_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if not on_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def refuse_step(wrapped: Wrapped[Any]) -> None:

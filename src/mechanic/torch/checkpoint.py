@@ -10,6 +10,7 @@ from mechanic.torch import validation
 from mechanic.torch.buckets import widened
 from mechanic.torch.layout import ROW, STATE_KEYS, TUNER, StateDict, params_of
 from mechanic.torch.probe import expected_state
+from mechanic.torch.together import options_of
 from mechanic.torch.tuners import MissingParameterCheck, peak_lr_of
 from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import Wrapped
@@ -37,14 +38,14 @@ def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
 
 def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
     former = wrapped.groups
-    of_base, ours = _split(state_dict, d_is_ours="d" not in wrapped.base.defaults)
+    of_base, ours = _split(state_dict, d_is_ours=wrapped.shows_scales)
     try:
         with widened(params_of(former)):
             wrapped.base.load_state_dict(of_base)
     except Exception as error:
         name = type(wrapped.base).__name__
         raise ValueError(f"{name} could not load the checkpoint's state: {type(error).__name__}: {error}") from error
-    validation.require_options(wrapped.base.defaults, state_dict["param_groups"], former, wrapped.groups)
+    validation.require_options(options_of(wrapped.base), state_dict["param_groups"], former, wrapped.groups)
     for saved, p in zip(params_of(state_dict["param_groups"]), params_of(wrapped.groups), strict=True):
         for key, tensor in ours.get(saved, {}).items():
             wrapped.base.state[p][key] = tensor.to(p.device)

@@ -11,7 +11,8 @@ where                key                         what
                                                  or more; absent once the scale is frozen
 ``state[p]``         ``mechanic_residual``       what rounding cut off; of half-precision p only
 ``param_groups[i]``  ``mechanic_format``         1, the number of this layout
-``param_groups[i]``  ``mechanic_base``           the class name of the base
+``param_groups[i]``  ``mechanic_base``           the class name of the base, or of the group's optimizer
+                                                 if they are several
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
 ``param_groups[i]``  ``mechanic_tuner``          [11, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``           the peak learning rate, which counts as 1

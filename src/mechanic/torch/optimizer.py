@@ -14,6 +14,7 @@ from mechanic.torch import capture, checkpoint, freezing, step, tuners
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
 from mechanic.torch.layout import Group, StateDict
 from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
+from mechanic.torch.together import switch_of
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import TunerConfig
 
@@ -190,7 +191,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
     @torch.no_grad()
     def _switch_mode(self, mode: str) -> None:
         """Layers that are not being trained (``requires_grad=False``) stay where they are."""
-        if (switch := getattr(self.base, mode, None)) is not None:
+        if (switch := switch_of(self.base, mode)) is not None:
             self._wrapped.require_assigned_groups()
             step.switch_mode(self._wrapped, switch)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch.layout import Group
 from mechanic.torch.private import global_hooks_silenced
+from mechanic.torch.together import owners_of
 
 Shapes = dict[str, tuple[int, ...] | None]
 """Of the entries that a base makes for a parameter: the shape of a tensor, None for anything else."""
@@ -22,17 +23,17 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def expected_state(base: Optimizer, saved_groups: list[Group]) -> dict[Tensor, Shapes]:
-    """What the base keeps of each parameter, with the options of a checkpoint. Empty if it is not one of torch's."""
-    if type(base).__module__.partition(".")[0] != "torch":
-        return {}
+    """What the base keeps of each parameter, with the options of a checkpoint. Known of torch's own only."""
     expected: dict[Tensor, Shapes] = {}
-    for group, saved in zip(base.param_groups, saved_groups, strict=True):
+    for owner, group, saved in zip(owners_of(base), base.param_groups, saved_groups, strict=True):
+        if not _is_of_torch(owner):
+            continue
         options = {**group, **{key: value for key, value in saved.items() if key in group}}
         by_dims: dict[tuple[int, bool], dict[str, Any]] = {}
         for p in group["params"]:
             kind = p.ndim, p.is_complex()
             if kind not in by_dims:
-                by_dims[kind] = _state_after_a_step(type(base), options, *kind)
+                by_dims[kind] = _state_after_a_step(type(owner), options, *kind)
             expected[p] = {name: _shape_for(p, value) for name, value in by_dims[kind].items()}
     return expected
 
@@ -69,9 +70,16 @@ def is_linear_in_lr(base: Optimizer) -> bool:
 
     Known for torch's own classes, measured for all others.
     """
-    if type(base).__module__.partition(".")[0] == "torch":
-        return type(base) in _LINEAR_IN_LR
-    return all(_doubles_with_lr(type(base), group, lr) for group in base.param_groups for lr in (1e-3, 1.0))
+    return all(
+        type(owner) in _LINEAR_IN_LR
+        if _is_of_torch(owner)
+        else all(_doubles_with_lr(type(owner), group, lr) for lr in (1e-3, 1.0))
+        for owner, group in zip(owners_of(base), base.param_groups, strict=True)
+    )
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:

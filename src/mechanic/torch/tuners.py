@@ -103,15 +103,15 @@ def assign_tuners(
     groups: list[Group],
     config: TunerConfig,
     peak_lr: float | None,
-    base_name: str,
+    base_names: list[str],
     *,
     per_group: bool,
     former_rows: Iterable[int] = (),
 ) -> None:
     """Give new groups their tuner: that of the groups they share one with, or a new one.
 
-    Everything is checked before the first group is changed. ``former_rows`` are rows of tuners that may be gone but are
-    still remembered somewhere. A new tuner gets none of these.
+    Everything is checked before the first group is changed. ``base_names`` are by group. ``former_rows`` are rows of
+    tuners that may be gone but are still remembered somewhere. A new tuner gets none of these.
     """
     if len(params := list(params_of(groups))) != len({id(p) for p in params}):
         raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
@@ -119,6 +119,7 @@ def assign_tuners(
     of_all = {key: assigned[0][key] for key in (SKIPPED,) if assigned and key in assigned[0]}
     next_row = 1 + max((*(group[ROW] for group in assigned), *former_rows), default=-1)
     additions: list[tuple[Group, Group]] = []
+    name_of = {id(group): name for group, name in zip(groups, base_names, strict=True)}
     for name, sharing in by_tuner(groups, per_group=per_group).items():
         new = [group for group in sharing if not is_assigned(group)]
         known = next((group for group in sharing if is_assigned(group)), None)
@@ -133,7 +134,7 @@ def assign_tuners(
             next_row += 1
         for group in new:
             tuner = known[TUNER].clone() if known else _fresh_tuner(group, groups, config)
-            own = {"mechanic_format": FORMAT, "mechanic_base": base_name, TUNER: tuner}
+            own = {"mechanic_format": FORMAT, "mechanic_base": name_of[id(group)], TUNER: tuner}
             additions.append((group, own | shared | of_all))
     for group, entries in additions:
         group.update(entries)

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
-from mechanic.torch.bases import DirectStepCheck, decoupled_decays
+from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays
 from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of, widened
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
+from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
 from mechanic.tuner import TunerConfig, TunerState
 
@@ -96,10 +97,9 @@ class Wrapped(Generic[BaseT]):
             self.assign_tuners()
 
     def assign_tuners(self) -> None:
-        name = type(self.base).__name__
         former_rows = [*self.missing.rows(), *(self.observed or ())]
         options: dict[str, Any] = {"per_group": self.per_group, "former_rows": former_rows}
-        tuners.assign_tuners(self.groups, self.config, self.peak_lr, name, **options)
+        tuners.assign_tuners(self.groups, self.config, self.peak_lr, names_by_group(self.base), **options)
         if self.own_iterates:
             for group in self.groups:
                 group[OWN_ITERATES] = 1
@@ -116,7 +116,7 @@ class Wrapped(Generic[BaseT]):
 
     @property
     def shows_scales(self) -> bool:
-        return "d" not in self.base.defaults  # Adafactor has an option of this name
+        return "d" not in options_of(self.base)  # Adafactor has an option of this name
 
     def show_scales(self) -> None:
         if self.shows_scales:
@@ -160,7 +160,7 @@ class Wrapped(Generic[BaseT]):
             self.base.state,
             self._reduction,
             frozen=self.is_frozen,
-            ascends=bool(getattr(self.base, "maximize", False)),  # of bases where it is no option of the groups
+            ascends=ascends(self.base),
             own_iterates=self.own_iterates,
             decays=decays,
         )

@@ -37,7 +37,7 @@ def takes(buckets: list[Bucket], eager: Step) -> bool:
         return device.type in ("cpu", "cuda")
     if wish == "eager" or device.type != "cuda" or find_spec("triton") is None:
         return False
-    if not torch.cuda.is_initialized():  # the tensors are fake ones
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # the tensors are fake ones
         return False
     return works(device, any(is_half_precision(bucket.dtype) for bucket in buckets), eager)
 

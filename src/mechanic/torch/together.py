@@ -1,0 +1,214 @@
+"""Several optimizers as one, each with param groups and options of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mechanic.torch.layout import Group, StateDict, params_of
+from mechanic.torch.private import global_hooks_silenced, run_load_state_dict_hooks
+
+OPTIMIZER = "optimizer"
+"""The entry of a param group that names its optimizer."""
+
+
+class Together(Optimizer):
+    """Several optimizers as one: for schedulers, gradient scalers, checkpoints, and for :class:`Mechanic`.
+
+    Every param group stays with its optimizer and keeps that one's options. ``group["optimizer"]`` names it, by its
+    class; a second one of the same class is called ``"AdamW 2"``. ``defaults`` are the options that all have.
+
+    Args:
+        optimizers: any optimizers, with different parameters. Step this one from now on, not them.
+
+    Example:
+        >>> import torch
+        >>> from mechanic.torch import Mechanic, Together
+        >>> model = torch.nn.Linear(4, 1)
+        >>> parts = torch.optim.SGD([model.weight], lr=1.0), torch.optim.AdamW([model.bias], lr=1.0)
+        >>> optimizer = Mechanic(Together(*parts), per_group=True)
+        >>> [group["optimizer"] for group in optimizer.param_groups]
+        ['SGD', 'AdamW']
+        >>> optimizer.scales()
+        {'group 0': 0.0, 'group 1': 0.0}
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        _refuse_unsuitable(optimizers)
+        named: dict[str, Optimizer] = {}
+        for member in optimizers:
+            name = kind = type(member).__name__
+            count = 1
+            while name in named:
+                count += 1
+                name = f"{kind} {count}"
+            named[name] = member
+        for name, member in named.items():
+            for group in member.param_groups:
+                group[OPTIMIZER] = name
+        shared = set.intersection(*(set(member.defaults) for member in optimizers))
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for member in optimizers:
+            state.update(member.state)
+        # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
+        self.__setstate__(
+            {
+                "defaults": {key: value for key, value in optimizers[0].defaults.items() if key in shared},
+                "state": state,
+                "param_groups": [group for member in optimizers for group in member.param_groups],
+                "_named": named,
+            }
+        )
+
+    _named: dict[str, Optimizer]
+
+    @property
+    def members(self) -> tuple[Optimizer, ...]:
+        """The optimizers, each with its own groups and state as they are now."""
+        return tuple(self._up_to_date(name) for name in self._named)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Let every optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name in self._named:
+            member = self._up_to_date(name)
+            try:
+                with global_hooks_silenced():  # they are called around this step, once
+                    member.step()
+            finally:
+                self._collect(member)
+        return loss
+
+    def _switch(self, mode: str) -> None:
+        for name in self._named:
+            member = self._up_to_date(name)
+            if (function := getattr(member, mode, None)) is not None:
+                function()
+                self._collect(member)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters to the optimizer that the group names, ``{"params": ..., "optimizer": "AdamW"}``."""
+        name = param_group.get(OPTIMIZER)
+        if name not in self._named:
+            has = "names none" if name is None else f"names {name!r}"
+            raise ValueError(
+                f"a new group has to name its optimizer, one of {list(self._named)}, and this one {has}: "
+                f'add_param_group({{"params": ..., "optimizer": {next(iter(self._named))!r}}})'
+            )
+        member = self._up_to_date(name)
+        count = len(member.param_groups)
+        member.add_param_group(param_group)
+        added, taken = member.param_groups[count:], set(params_of(self.param_groups))
+        if any(p in taken for p in params_of(added)):
+            raise ValueError("some parameters of the new group are in another group already")
+        self.param_groups += added
+        self._collect(member)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Let every optimizer load its part. If one of them cannot, nothing has changed."""
+        run_load_state_dict_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: StateDict) -> None:
+        saved_groups, here = state_dict["param_groups"], len(self.param_groups)
+        if len(saved_groups) != here:
+            raise ValueError(f"the checkpoint has {len(saved_groups)} param_groups, this optimizer has {here}")
+        for index, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
+            if saved.get(OPTIMIZER) != group[OPTIMIZER]:
+                was, now = saved.get(OPTIMIZER), group[OPTIMIZER]
+                raise ValueError(f"param_groups[{index}]['optimizer'] was {was!r} when saved, here it is {now!r}")
+        loaded: dict[int, Group] = {}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for name in self._named:
+            indices = [index for index, group in enumerate(self.param_groups) if group[OPTIMIZER] == name]
+            groups = [saved_groups[index] for index in indices]
+            keys: set[Any] = set(params_of(groups))
+            own = {key: entry for key, entry in state_dict["state"].items() if key in keys}
+            member = self._up_to_date(name)
+            member.load_state_dict({"state": own, "param_groups": groups})
+            loaded.update(zip(indices, member.param_groups, strict=True))
+            state.update(member.state)
+        self.__setstate__({"state": state, "param_groups": [loaded[index] for index in sorted(loaded)]})
+
+    def _up_to_date(self, name: str) -> Optimizer:
+        """An optimizer with its groups and its state. The truth is here, since others write to it."""
+        member = self._named[name]
+        groups = zip(owners_of(self), self.param_groups, strict=True)
+        member.param_groups = [group for owner, group in groups if owner is member]
+        own = {p: self.state[p] for p in params_of(member.param_groups) if p in self.state}
+        member.state = defaultdict(dict, own)
+        return member
+
+    def _collect(self, member: Optimizer) -> None:
+        """Take over the state that an optimizer has made."""
+        for key, entry in member.state.items():
+            if not isinstance(key, Tensor):
+                name = type(member).__name__
+                raise TypeError(f"{name} keeps a state of no parameter, {key!r}, and cannot be one of several")
+            self.state[key] = entry
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_named": self._named}
+
+
+def members_of(base: Optimizer) -> list[Optimizer]:
+    """The optimizers that a base consists of; it alone, if it is an ordinary one."""
+    return list(base._named.values()) if isinstance(base, Together) else [base]
+
+
+def owners_of(base: Optimizer) -> list[Optimizer]:
+    """The optimizer that steps each param group."""
+    if isinstance(base, Together):
+        if any(group.get(OPTIMIZER) not in base._named for group in base.param_groups):
+            raise ValueError("a param group does not name its optimizer; add groups with add_param_group")
+        return [base._named[group[OPTIMIZER]] for group in base.param_groups]
+    return [base] * len(base.param_groups)
+
+
+def names_by_group(base: Optimizer) -> list[str]:
+    """What the optimizer of each param group is called."""
+    owners = owners_of(base)  # raises if a group has none
+    names = {id(member): name for name, member in base._named.items()} if isinstance(base, Together) else {}
+    return [names.get(id(owner), type(owner).__name__) for owner in owners]
+
+
+def switch_of(base: Optimizer, mode: str) -> Callable[[], Any] | None:
+    """The ``train()`` or ``eval()`` of a base, of those of its optimizers that have it (Schedule-Free), or None."""
+    if isinstance(base, Together):
+        return partial(base._switch, mode) if any(hasattr(member, mode) for member in members_of(base)) else None
+    return getattr(base, mode, None)
+
+
+def options_of(base: Optimizer) -> set[str]:
+    """The names of all options that some group of a base can have."""
+    return {key for member in members_of(base) for key in member.defaults}
+
+
+def _refuse_unsuitable(optimizers: tuple[Any, ...]) -> None:
+    for member in optimizers:
+        if not isinstance(member, Optimizer):
+            raise TypeError(f"Together takes optimizers, one by one, got {type(member).__name__}")
+        if isinstance(member, Together):
+            raise TypeError("Together takes optimizers that are not a Together already; name them all in one")
+        if any("mechanic_format" in group for group in member.param_groups):
+            raise TypeError("Together goes inside: write Mechanic(Together(first, second))")
+    if not optimizers:
+        raise ValueError("Together takes at least one optimizer")
+    params = [p for member in optimizers for p in params_of(member.param_groups)]
+    if len(params) != len(set(params)):
+        raise ValueError("a parameter is in several of the optimizers, and would be stepped several times")
