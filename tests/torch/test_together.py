@@ -308,6 +308,32 @@ def test_an_unsuitable_member_is_refused():
         Mechanic([first, second])
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_if_the_second_fails_the_first_has_not_moved_anything(steps):
+    class Failing(optim.AdamW):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    model = mlp()
+    weights, biases = split(model)
+    second = Failing(biases, lr=1.0)
+    optimizer = Mechanic(Together(optim.SGD(weights, lr=1.0, momentum=0.9), second))
+    train(model, optimizer, steps)
+    before = weights_of(model)
+    second.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model, optimizer, 1, first=steps)
+    assert same_bits(before, weights_of(model))
+    second.fails = False
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 3, first=steps)
+    assert optimizer.scales()["default"] > 0
+
+
 def test_stepping_a_member_is_told():
     model = mlp()
     optimizer = Mechanic(sgd_adamw(model))
