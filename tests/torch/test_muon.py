@@ -191,7 +191,7 @@ def test_frozen_and_released_it_goes_on_alike():
     models = GPT().double(), GPT().double()
     optimizers = [MechanicMuon(model, 0.1, tuners="role") for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, 20)
+        train(model, optimizer, 10)
     frozen, tuned = optimizers
     frozen.freeze()
     scales = tuned.scales()

@@ -62,16 +62,16 @@ class Together(Optimizer):
                 "defaults": {key: value for key, value in optimizers[0].defaults.items() if key in shared},
                 "state": state,
                 "param_groups": [group for member in optimizers for group in member.param_groups],
-                "_named": named,
+                "by_name": named,
             }
         )
 
-    _named: dict[str, Optimizer]
+    by_name: dict[str, Optimizer]  # as they are; `members` brings them up to date
 
     @property
     def members(self) -> tuple[Optimizer, ...]:
         """The optimizers, each with its own groups and state as they are now."""
-        return tuple(self._up_to_date(name) for name in self._named)
+        return tuple(self._up_to_date(name) for name in self.by_name)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,7 +86,7 @@ class Together(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name in self._named:
+        for name in self.by_name:
             member = self._up_to_date(name)
             try:
                 with global_hooks_silenced():  # they are called around this step, once
@@ -95,8 +95,9 @@ class Together(Optimizer):
                 self._collect(member)
         return loss
 
-    def _switch(self, mode: str) -> None:
-        for name in self._named:
+    def switch(self, mode: str) -> None:
+        """Call ``train()`` or ``eval()`` of the optimizers that have it (Schedule-Free)."""
+        for name in self.by_name:
             member = self._up_to_date(name)
             if (function := getattr(member, mode, None)) is not None:
                 function()
@@ -105,11 +106,11 @@ class Together(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to the optimizer that the group names, ``{"params": ..., "optimizer": "AdamW"}``."""
         name = param_group.get(OPTIMIZER)
-        if name not in self._named:
+        if name not in self.by_name:
             has = "names none" if name is None else f"names {name!r}"
             raise ValueError(
-                f"a new group has to name its optimizer, one of {list(self._named)}, and this one {has}: "
-                f'add_param_group({{"params": ..., "optimizer": {next(iter(self._named))!r}}})'
+                f"a new group has to name its optimizer, one of {list(self.by_name)}, and this one {has}: "
+                f'add_param_group({{"params": ..., "optimizer": {next(iter(self.by_name))!r}}})'
             )
         member = self._up_to_date(name)
         count = len(member.param_groups)
@@ -134,7 +135,7 @@ class Together(Optimizer):
                 raise ValueError(f"param_groups[{index}]['optimizer'] was {was!r} when saved, here it is {now!r}")
         loaded: dict[int, Group] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for name in self._named:
+        for name in self.by_name:
             indices = [index for index, group in enumerate(self.param_groups) if group[OPTIMIZER] == name]
             groups = [saved_groups[index] for index in indices]
             keys: set[Any] = set(params_of(groups))
@@ -147,7 +148,7 @@ class Together(Optimizer):
 
     def _up_to_date(self, name: str) -> Optimizer:
         """An optimizer with its groups and its state. The truth is here, since others write to it."""
-        member = self._named[name]
+        member = self.by_name[name]
         groups = zip(owners_of(self), self.param_groups, strict=True)
         member.param_groups = [group for owner, group in groups if owner is member]
         own = {p: self.state[p] for p in params_of(member.param_groups) if p in self.state}
@@ -163,34 +164,34 @@ class Together(Optimizer):
             self.state[key] = entry
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_named": self._named}
+        return {**super().__getstate__(), "by_name": self.by_name}
 
 
 def members_of(base: Optimizer) -> list[Optimizer]:
     """The optimizers that a base consists of; it alone, if it is an ordinary one."""
-    return list(base._named.values()) if isinstance(base, Together) else [base]
+    return list(base.by_name.values()) if isinstance(base, Together) else [base]
 
 
 def owners_of(base: Optimizer) -> list[Optimizer]:
     """The optimizer that steps each param group."""
     if isinstance(base, Together):
-        if any(group.get(OPTIMIZER) not in base._named for group in base.param_groups):
+        if any(group.get(OPTIMIZER) not in base.by_name for group in base.param_groups):
             raise ValueError("a param group does not name its optimizer; add groups with add_param_group")
-        return [base._named[group[OPTIMIZER]] for group in base.param_groups]
+        return [base.by_name[group[OPTIMIZER]] for group in base.param_groups]
     return [base] * len(base.param_groups)
 
 
 def names_by_group(base: Optimizer) -> list[str]:
     """What the optimizer of each param group is called."""
     owners = owners_of(base)  # raises if a group has none
-    names = {id(member): name for name, member in base._named.items()} if isinstance(base, Together) else {}
+    names = {id(member): name for name, member in base.by_name.items()} if isinstance(base, Together) else {}
     return [names.get(id(owner), type(owner).__name__) for owner in owners]
 
 
 def switch_of(base: Optimizer, mode: str) -> Callable[[], Any] | None:
     """The ``train()`` or ``eval()`` of a base, of those of its optimizers that have it (Schedule-Free), or None."""
     if isinstance(base, Together):
-        return partial(base._switch, mode) if any(hasattr(member, mode) for member in members_of(base)) else None
+        return partial(base.switch, mode) if any(hasattr(member, mode) for member in members_of(base)) else None
     return getattr(base, mode, None)
 
 
