@@ -188,7 +188,9 @@ def test_the_library_unpickles_nothing():
                 loads = isinstance(node, ast.ImportFrom) and {"load", "loads"} & {alias.name for alias in node.names}
                 if modules & unpicklers or loads:
                     found.append(f"{path.name}:{node.lineno} imports {ast.unparse(node)}")
-            # torch.load, numpy.load, torch.hub.load_state_dict_from_url and the like.
+            # torch.load, numpy.load and the like; tl.load of Triton's language reads the memory of a device.
             elif isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
+                if ast.unparse(node) == "tl.load":
+                    continue
                 found.append(f"{path.name}:{node.lineno} uses {ast.unparse(node)}")
     assert found == []
