@@ -41,7 +41,7 @@ def test_a_linear_schedule_that_runs_past_its_end_does_what_it_does_to_a_bare_ba
         learned.append(optimizer.scales()["default"])
     p = nn.Parameter(torch.ones(4))
     bare = list(losses(optim.AdamW([p], lr=learned[-1]), p))
-    assert ours[99] < 1e-5
+    assert ours[99] < bare[99]
     assert ours[139] < 0.1
     assert ours[199] < 2 * bare[199]
     assert learned[100:] == [learned[100]] * 100
