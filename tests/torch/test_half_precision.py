@@ -19,7 +19,7 @@ def assert_follows_float32(task, base, dtype, **options):
     for kind in ("half", "mixed"):
         half_loss, half_learned = half_precision.run(half_precision.TASKS[task], base, dtype, kind, **options)
         assert half_loss == pytest.approx(loss, rel=0.03)
-        assert half_learned == pytest.approx(learned, rel=0.05)
+        assert half_learned == pytest.approx(learned, rel=0.10)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
