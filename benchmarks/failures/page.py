@@ -8,16 +8,16 @@ from typing import Any
 
 from benchmarks.failures.contenders import CONTENDERS
 from benchmarks.failures.runner import ROWS, Cell
-from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT, WRONG, Situation
+from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT, TOLD, WRONG, Situation
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 LIMITS = {
     "one gradient × 1e6": "S halves for several steps, which takes the parameters back towards their start, and needs "
     "a thousand steps or more to grow again. `clip_grad_norm_` prevents it, as the next row shows.",
     "update fails half-way": "what AdamW added to Δ before it failed stays there, so parameters have moved by part of "
-    "a step, as those of bare AdamW have. Training goes on from there.",
+    "a step, as those of bare AdamW have. A note below the traceback says so. Training goes on from there.",
 }
-SYMBOLS = {RIGHT: "✓", REFUSED: "refused", RAISES: "raises", WRONG: "**wrong**", NOT_APPLICABLE: "–"}
+SYMBOLS = {RIGHT: "✓", REFUSED: "refused", TOLD: "told", RAISES: "raises", WRONG: "**wrong**", NOT_APPLICABLE: "–"}
 INTRODUCTION = """\
 # Failure matrix
 
@@ -44,6 +44,7 @@ and the loss falls by at least two thirds of what it falls there.
 |---|---|
 | ✓ | right, by the criterion given below the table |
 | refused | an error that is raised on purpose and names what is wrong |
+| told | the criterion is not met, and a note on the error that the user gets says what has happened |
 | raises | any other error, or a crash |
 | **wrong** | no error, and the criterion is not met |
 | – | the situation cannot exist, for the reason given below the table |
@@ -84,11 +85,11 @@ def _summary(records: dict[Cell, dict[str, Any]]) -> str:
 
 def _our_limits(records: dict[Cell, dict[str, Any]]) -> str:
     """Which cells of ours are neither right nor refused, said before any table."""
-    bad = [row for row in ROWS if records[row, "mechanic"]["verdict"] in (WRONG, RAISES)]
+    bad = [row for row in ROWS if records[row, "mechanic"]["verdict"] in (WRONG, RAISES, TOLD)]
     if not bad:
-        return "Mechanic itself is wrong nowhere, and raises nowhere.\n"
+        return "Mechanic itself is right or refuses everywhere.\n"
     lines = [_filled(f"- *{row}*: {LIMITS.get(row, 'see below')}", "  ") for row in bad]
-    return "".join(["Where Mechanic itself is wrong or raises:\n\n", *lines])
+    return "".join(["Where Mechanic itself is neither right nor refuses:\n\n", *lines])
 
 
 def _filled(text: str, indent: str = "") -> str:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import statistics
+import sys
 
 import pytest
 import torch
@@ -450,8 +451,10 @@ def test_a_base_that_raises_after_it_has_moved_something_does_not_part_parameter
     tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
     with failing(optimizer.base, RuntimeError("out of memory"), share=share):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match="out of memory") as caught:
                 optimizer.step()
+    notes = getattr(caught.value, "__notes__", [])
+    assert sys.version_info < (3, 11) or ("part of a step" in notes[-1]) == steps_on_delta(base, wrap)
     assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
     if steps_on_delta(base, wrap):
         for p, x, delta in zip(model.parameters(), start, deltas_of(model, optimizer), strict=True):

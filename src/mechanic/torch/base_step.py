@@ -21,7 +21,7 @@ def step_base(
     With ``instead``, that function is called in place of the base's step; it may move all parameters, those without a
     gradient included. During the call the base sees only its own state. It sees learning rates as fractions of their
     peak, times the frozen scale if ``scale_lr``. If it fails, only its own state has changed, unless it stepped on
-    Delta itself.
+    Delta itself; the error says so.
     """
     groups = base.param_groups
     lrs, decays = ([group.get(key) for group in groups] for key in ("lr", "weight_decay"))
@@ -55,6 +55,9 @@ def step_base(
         with global_hooks_silenced():
             (instead or base.step)()
         has_stepped = True
+    except BaseException as error:
+        _say_what_has_changed(error, parameters=steps_on_delta)
+        raise
     finally:
         stepped = [bucket.take_back() for bucket in buckets]
         for p, grad in idle_grads.items():
@@ -75,3 +78,17 @@ def step_base(
             for bucket, lent in zip(buckets, stepped, strict=True):
                 bucket.give_up(lent, forgotten={p for p in bucket.params if p not in ours})
     return stepped
+
+
+def _say_what_has_changed(error: BaseException, *, parameters: bool) -> None:
+    """Add a line below the traceback. Python 3.10 has no such lines."""
+    if hasattr(error, "add_note"):
+        moved = (
+            "some parameters may have moved by part of a step, and with them"
+            if parameters
+            else "no parameter has moved, but"
+        )
+        error.add_note(
+            f"Mechanic: the base failed during its update: {moved} some of the base's own state. "
+            "Training can go on; to repeat the step exactly, load a checkpoint."
+        )
