@@ -43,8 +43,6 @@ FIRST = {  # what is likely to notice a change, and takes longer than all should
     "tuner": ("shared/test_tuner.py",),
     "torch/checkpoint": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
     "torch/validation": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
-    "torch/kernels/compiled": ("torch/test_compiled.py",),
-    "torch/fused": ("torch/test_compiled.py",),
     "torch/probe": ("torch/test_rare_situations.py", "torch/test_hostile_checkpoints.py"),
     "torch/shards": ("torch/test_private.py", "torch/test_parallel.py"),
     "torch/kernels/eager": ("torch/test_kernels.py",),

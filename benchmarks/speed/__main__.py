@@ -10,7 +10,6 @@ import argparse
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -28,7 +27,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.only:
         torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", message="compile=True compiles around")
         part, cell = arguments.only
         if part == "step":
             measure.steps(cell, arguments.rounds)

@@ -6,64 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, fused
-from mechanic.torch.kernels import compiled
+from mechanic.torch import Mechanic
 
 Build = Callable[[Iterable[Tensor]], Any]
-
-
-class CompiledBase:
-    """A bare base whose rule is compiled as ours is: what one graph with Mechanic is held against."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-        for group in base.param_groups:
-            group["mechanic_unit"] = 1.0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.base.param_groups:
-            rule = fused.rule_of(self.base, group)
-            tensors, numbers = rule.read(self.base, group)
-            scalars = torch.tensor(numbers[0]).unbind()
-            lists = [[p.data for p in group["params"]], [p.grad for p in group["params"]], *tensors]
-            kernel = _bare_adam if rule.kernel is fused.fused_adam else _bare_momentum
-            compiled.run(kernel, lists, (0, *range(2, len(lists))), *scalars)
-
-
-def _bare_adam(x: Tensor, g: Tensor, m: Tensor, v: Tensor, *numbers: Tensor) -> None:
-    u, new_m, new_v = fused.adam(x, g, m, v, *numbers)
-    x.copy_(x + u)
-    m.copy_(new_m)
-    v.copy_(new_v)
-
-
-def _bare_momentum(x: Tensor, g: Tensor, buffer: Tensor, *numbers: Tensor) -> None:
-    u, new_buffer = fused.momentum_sgd(x, g, buffer, *numbers)
-    x.copy_(x + u)
-    buffer.copy_(new_buffer)
 
 
 def _opaque(base: Any) -> Any:
     """A base that somebody watches is lent copies, whatever is known of it."""
     base.register_step_post_hook(lambda *_: None)
     return base
-
-
-class Around(Mechanic):
-    """Compiled around its base even if the two could be one kernel."""
-
-    def step(self, closure: Any = None) -> Any:
-        reason_not_to_fuse = fused.reason_not_to_fuse
-        fused.reason_not_to_fuse = lambda base: "the two are to be compared"
-        try:
-            return super().step(closure)
-        finally:
-            fused.reason_not_to_fuse = reason_not_to_fuse
 
 
 def _peer(name: str) -> Build:
@@ -107,8 +61,6 @@ CONTENDERS = {
     "AdamW fused": Contender(lambda p: AdamW(p, **FUSED)),
     "AdamW foreach": Contender(lambda p: AdamW(p, lr=1e-3, foreach=True)),
     "SGD momentum": Contender(lambda p: SGD(p, **MOMENTUM)),
-    "AdamW compiled": Contender(lambda p: CompiledBase(AdamW(p, **FUSED))),
-    "SGD momentum compiled": Contender(lambda p: CompiledBase(SGD(p, **MOMENTUM))),
     "Mechanic(AdamW)": Contender(lambda p: Mechanic(AdamW(p, **FUSED)), "AdamW fused", 4.5, "17 / 7"),
     "Mechanic(AdamW, weight_decay=0)": Contender(
         lambda p: Mechanic(AdamW(p, weight_decay=0.0, **FUSED)), "AdamW fused", 3.4, "16 / 7"
@@ -121,34 +73,21 @@ CONTENDERS = {
     "Mechanic(SGD), on copies": Contender(
         lambda p: Mechanic(_opaque(SGD(p, **MOMENTUM))), "SGD momentum", 4.0, "15 / 5"
     ),
-    "compiled around AdamW": Contender(lambda p: Around(AdamW(p, **FUSED), compile=True), "AdamW fused", 2.8, "17 / 7"),
-    "compiled around AdamW, on copies": Contender(
-        lambda p: Mechanic(_opaque(AdamW(p, **FUSED)), compile=True), "AdamW fused", 2.8, "17 / 7"
-    ),
-    "AdamW in one graph": Contender(
-        lambda p: Mechanic(AdamW(p, **FUSED), compile=True), "AdamW compiled", 2.0, "12 / 7"
-    ),
-    "SGD in one graph": Contender(
-        lambda p: Mechanic(SGD(p, **MOMENTUM), compile=True), "SGD momentum compiled", 2.4, "10 / 5"
-    ),
-    "AdamW in one graph, over fused": Contender(
-        lambda p: Mechanic(AdamW(p, **FUSED), compile=True), "AdamW fused", None, "12 / 7"
-    ),
     "mechanic-pytorch AdamW": Contender(_peer("mechanic-pytorch AdamW"), "AdamW fused"),
     "mechanic-pytorch SGD": Contender(_peer("mechanic-pytorch SGD"), "SGD momentum"),
     "D-Adaptation": Contender(_peer("D-Adaptation"), "AdamW foreach"),
     "Prodigy": Contender(_peer("Prodigy"), "AdamW foreach"),
     "Schedule-Free": Contender(_peer("Schedule-Free"), "AdamW foreach"),
 }
-OURS = [name for name in CONTENDERS if name.startswith(("Mechanic", "compiled", "AdamW in", "SGD in"))]
+OURS = [name for name in CONTENDERS if name.startswith("Mechanic(")]
 PEERS = [name for name in CONTENDERS if CONTENDERS[name].against and name not in OURS]
-MANY = ["Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)", "AdamW in one graph, over fused", *PEERS]
+MANY = ["Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)", *PEERS]
 CELLS: dict[str, tuple[int, int, list[str]]] = {  # tensors, elements of each, contenders
     "50M": (50, 1_000_000, [*OURS, *PEERS]),
     "1M in 200": (200, 5_000, [*OURS, *PEERS]),
-    "200M": (50, 4_000_000, ["Mechanic(AdamW)", "AdamW in one graph", "AdamW in one graph, over fused"]),
+    "200M": (50, 4_000_000, ["Mechanic(AdamW)"]),
     **{f"2M in {n}": (n, 2_000_000 // n, MANY) for n in (1, 10, 100, 1_000, 10_000)},
 }
-TRAINED = ["AdamW fused", "Mechanic(AdamW)", "AdamW in one graph", "mechanic-pytorch AdamW", "D-Adaptation", "Prodigy"]
-REMEMBERED = ["AdamW fused", "AdamW foreach", "Mechanic(AdamW)", "Mechanic(AdamW), on copies", "AdamW in one graph"]
+TRAINED = ["AdamW fused", "Mechanic(AdamW)", "mechanic-pytorch AdamW", "D-Adaptation", "Prodigy"]
+REMEMBERED = ["AdamW fused", "AdamW foreach", "Mechanic(AdamW)", "Mechanic(AdamW), on copies"]
 REMEMBERED += ["mechanic-pytorch AdamW", "D-Adaptation", "Prodigy", "Schedule-Free"]

@@ -36,9 +36,9 @@ def tables(records: Records) -> str:
 
 
 def draw(records: Records, folder: Path) -> None:
-    colours = {"ours": "#0072B2", "graph": "#56B4E9", "peer": "#999999"}
-    shown = ["AdamW in one graph, over fused", "Mechanic(AdamW, weight_decay=0)", "Mechanic(AdamW)"]
-    shown += ["Mechanic(AdamW), on copies", "D-Adaptation", "Prodigy", "Schedule-Free", "mechanic-pytorch AdamW"]
+    colours = {"ours": "#0072B2", "peer": "#999999"}
+    shown = ["Mechanic(AdamW, weight_decay=0)", "Mechanic(AdamW)", "Mechanic(AdamW), on copies"]
+    shown += ["D-Adaptation", "Prodigy", "Schedule-Free", "mechanic-pytorch AdamW"]
     fused, foreach = (records["step", "50M", name] for name in ("Mechanic(AdamW)", "Mechanic(AdamW foreach)"))
     # Those measured against foreach, brought to the same scale.
     factors = {"AdamW fused": 1.0, "AdamW foreach": foreach["bare_ms"] / fused["bare_ms"]}
@@ -47,20 +47,18 @@ def draw(records: Records, folder: Path) -> None:
         for row, name in enumerate(reversed(shown)):
             record = records["step", "50M", name]
             ratio = record["ratio"] * factors[record["against"]]
-            kind = "graph" if "graph" in name else "ours" if name in OURS else "peer"
-            bars.barh(row, ratio, color=colours[kind])
+            bars.barh(row, ratio, color=colours["ours" if name in OURS else "peer"])
             bars.text(ratio, row, f" {ratio:.1f}", va="center", fontsize=8)
-        bars.set_yticks(range(len(shown)), [n.replace(", over fused", "") for n in reversed(shown)], fontsize=8)
+        bars.set_yticks(range(len(shown)), shown[::-1], fontsize=8)
         bars.axvline(1, color="black", linewidth=0.8)
         bars.set_xlabel("step time over fused AdamW, 50M parameters")
         bars.margins(x=0.12)
-        lines = {"Mechanic(AdamW)": ("o", colours["ours"]), "AdamW in one graph, over fused": ("s", colours["graph"])}
-        lines |= {"D-Adaptation": ("v", "#D55E00"), "Prodigy": ("D", "#CC79A7")}
-        lines |= {"mechanic-pytorch AdamW": ("^", "#009E73")}
+        lines = {"Mechanic(AdamW)": ("o", colours["ours"]), "D-Adaptation": ("v", "#D55E00")}
+        lines |= {"Prodigy": ("D", "#CC79A7"), "mechanic-pytorch AdamW": ("^", "#009E73")}
         counts = [n for n in (1, 10, 100, 1_000, 10_000) if ("step", f"2M in {n}", "Mechanic(AdamW)") in records]
         for name, (marker, colour) in lines.items():
             times = [records["step", f"2M in {n}", name]["ms"] for n in counts]
-            many.plot(counts, times, marker=marker, color=colour, label=name.replace(", over fused", ""), markersize=4)
+            many.plot(counts, times, marker=marker, color=colour, label=name, markersize=4)
         bare = [records["step", f"2M in {n}", "Mechanic(AdamW)"]["bare_ms"] for n in counts]
         many.plot(counts, bare, "k--", label="AdamW fused")
         many.set(xscale="log", yscale="log", xlabel="tensors, 2M parameters in all", ylabel="ms per step")

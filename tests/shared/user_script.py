@@ -53,7 +53,7 @@ def another(model: nn.Module) -> torch.optim.RAdam:
 
 
 def muon(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    optimizer = MechanicMuon(model, weight_decay=0.1, roles={"*.gate.weight": "vector"}, tuners="role", compile=False)
+    optimizer = MechanicMuon(model, weight_decay=0.1, roles={"*.gate.weight": "vector"}, tuners="role")
     print(roles(model), roles(model)["matrix"].keys(), roles(model).of("0.weight"))
     return optimizer.release().members
 

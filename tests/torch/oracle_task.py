@@ -9,7 +9,7 @@ import torch
 
 from mechanic import TunerConfig
 from tests.shared import oracle
-from tests.torch.paths import by_default, compiled, on_copies
+from tests.torch.paths import by_default, on_copies
 from tests.torch.task import digits, scale
 
 STEPS = 300
@@ -26,9 +26,9 @@ BASES = {
 every_base_and_path = pytest.mark.parametrize(
     ("base", "wrap"),
     [
-        pytest.param(base, wrap, marks=pytest.mark.filterwarnings("ignore:compile=True compiles around the base"))
+        (base, wrap)
         for base in BASES
-        for wrap in (by_default, on_copies, compiled)
+        for wrap in (by_default, on_copies)
         if base != "Lion" or wrap is not on_copies  # which it steps on by default
     ],
 )

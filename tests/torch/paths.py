@@ -26,15 +26,6 @@ ON_DELTA = {
 }
 """Names of the bases that step on Delta by default."""
 
-ONE_GRAPH = {
-    *("SGD", "SGD momentum", "SGD nesterov, weight decay", "SGD fused", "Adam", "Adam fused"),
-    *("AdamW", "AdamW foreach", "AdamW one by one", "AdamW fused"),
-}
-"""Names of the bases whose step is compiled together with Mechanic's; Mechanic never calls their ``step``."""
-
-COMPILED_AROUND = {"RAdam", "Lion"}
-"""Of the other bases one that steps on Delta and one that steps on copies: the compiled code is the same for all."""
-
 
 def by_default(base: Optimizer, **options: Any) -> Mechanic:
     return Mechanic(base, **options)
@@ -45,48 +36,29 @@ def on_copies(base: Optimizer, **options: Any) -> Mechanic:
     return Mechanic(base, **options)
 
 
-def compiled(base: Optimizer, **options: Any) -> Mechanic:
-    return Mechanic(base, compile=True, **options)
-
-
 def paths_of(base: Base) -> list[Wrap]:
     """The ways to wrap a base that lead to different code."""
-    return [
-        by_default,
-        *([on_copies] if base.name in ON_DELTA else []),
-        *([compiled] if base.name in ONE_GRAPH | COMPILED_AROUND else []),
-    ]
+    return [by_default, on_copies] if base.name in ON_DELTA else [by_default]
 
 
 def steps_on_delta(base: Base, wrap: Wrap) -> bool:
-    return base.name in ON_DELTA and wrap is not on_copies and not is_one_graph(base, wrap)
-
-
-def is_one_graph(base: Base, wrap: Wrap) -> bool:
-    return base.name in ONE_GRAPH and wrap is compiled
+    return base.name in ON_DELTA and wrap is not on_copies
 
 
 def _cases(wanted: Callable[[Base, Wrap], bool]) -> list[Any]:
-    quiet = pytest.mark.filterwarnings("ignore:compile=True compiles around the base")
     return [
-        pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"), marks=quiet)
+        pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"))
         for base in BASES
         for wrap in paths_of(base)
         if wanted(base, wrap)
     ]
 
 
-three_paths = pytest.mark.parametrize("wrap", [by_default, on_copies, compiled])
-"""For tests that name a base themselves, one that is both in ON_DELTA and in ONE_GRAPH."""
+both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
+"""For tests that name a base themselves, one of ON_DELTA."""
 
 every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
 every_path_without_hooks = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: wrap is not on_copies))
-every_path_that_is_not_compiled = pytest.mark.parametrize(
-    ("base", "wrap"), _cases(lambda base, wrap: wrap is not compiled)
-)
-every_path_that_calls_the_base = pytest.mark.parametrize(
-    ("base", "wrap"), _cases(lambda base, wrap: not is_one_graph(base, wrap))
-)
 
 
 def every_path_of(*names: str) -> pytest.MarkDecorator:

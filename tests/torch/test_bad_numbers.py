@@ -7,7 +7,7 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import Base
-from tests.torch.paths import by_default, every_path, every_path_of, three_paths
+from tests.torch.paths import both_paths, by_default, every_path, every_path_of
 from tests.torch.task import backward, learned, mlp, same_bits, snapshot, train, train_loss
 
 BAD = (float("inf"), float("-inf"), float("nan"), 3e38)
@@ -75,7 +75,7 @@ def test_500_steps_with_20_bad_ones_are_bit_for_bit_those_with_20_zero_gradients
         assert loss < 1.5 * run(lambda model, rng: None)[1]  # from 0.7 to 1.3 times over three draws of the bad steps
 
 
-@three_paths
+@both_paths
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_skipping_equals_the_run_without_those_batches_bit_for_bit(wrap, everywhere):
     rng = random.Random(2)
@@ -122,7 +122,7 @@ def test_a_late_group_knows_how_many_steps_were_skipped(tuner):
     assert optimizer.skipped_steps == 1
 
 
-@three_paths
+@both_paths
 def test_one_bad_tuner_does_not_hold_up_the_others(wrap):
     model = mlp()
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]

@@ -91,13 +91,6 @@ def test_what_a_graph_cannot_hold_is_refused_and_changes_nothing(begin, base, op
     assert optimizer.scales() == before[1]
 
 
-def test_compiled_kernels_are_refused(begin):
-    optimizer = trained(steps=0, compile=True)
-    begin()
-    with pytest.raises(RuntimeError, match="compile=True"):
-        optimizer.step()
-
-
 def test_a_learning_rate_on_another_device_is_refused(begin):
     optimizer = trained()
     optimizer.param_groups[0]["lr"] = torch.ones((), device="meta")

@@ -16,7 +16,6 @@ from tests.torch.paths import (
     assert_updated_by,
     deltas_of,
     every_path,
-    every_path_that_calls_the_base,
     every_path_without_hooks,
     failing,
     steps_on_delta,
@@ -398,7 +397,7 @@ def growing_step(base, wrap):
     raise AssertionError("S never grew")
 
 
-@every_path_that_calls_the_base
+@every_path
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
     """To the bit where the base was lent copies, and to rounding where it was lent Delta."""
@@ -436,7 +435,7 @@ def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
     assert_same(weights(model), weights(twin_model))
 
 
-@every_path_that_calls_the_base
+@every_path
 @pytest.mark.parametrize("share", [0.5, 1.0], ids=["halfway", "at the end"])
 def test_a_base_that_raises_after_it_has_moved_something_does_not_part_parameters_and_delta(base: Base, wrap, share):
     """On copies what it did is lost. On Delta it stays, as what a bare base did stays in the parameters."""
@@ -469,7 +468,7 @@ def test_a_base_that_raises_after_it_has_moved_something_does_not_part_parameter
     assert not same_bits(before, weights(model))
 
 
-@every_path_that_calls_the_base
+@every_path
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["at once", "halfway", "at the end"])
 def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base, wrap, share):
     if base.name == "SGD fused" and share == 0.5:

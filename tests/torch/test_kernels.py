@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechanic.torch.kernels import compiled, eager
+from mechanic.torch.kernels import eager
 
 CPU = torch.device("cpu")
 
@@ -52,13 +52,11 @@ def in_float64(params, grads, deltas):
     ]
 
 
-@pytest.mark.parametrize("kernels", [eager, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", ["one tensor", "short ones"])
-def test_all_sums_hold_at_a_hundred_million_elements(kernels, shape, hundred_million):
+def test_all_sums_hold_at_a_hundred_million_elements(shape, hundred_million):
     tensors, expected = hundred_million
     lists = [list(tensor.split(20_000 if shape == "short ones" else HUNDRED_MILLION)) for tensor in tensors]
-    assert compiled.reason_not_to_compile() is None
-    sums = kernels.measure(*lists, 1.0, CPU).tolist()
+    sums = eager.measure(*lists, 1.0, CPU).tolist()
     assert sums == pytest.approx(expected, rel=1e-6)
 
 
@@ -91,7 +89,7 @@ def test_tensors_that_are_laid_out_differently_have_no_flat_views():
     assert eager.flat_views([torch.rand(4, 12)[:, ::2], torch.rand(4, 12)[:, ::2]]) is None
 
 
-LENGTHS = (1, 3, 5_000, compiled.SHORT, compiled.LONGEST_JOIN + 7)  # alone, joined, and as views of their own
+LENGTHS = (1, 3, 5_000, eager.PIECE["cpu"] + 7)  # joined, and cut into pieces
 
 
 def lists_of(count, seed=0):
@@ -103,42 +101,14 @@ def scalar(value):
     return None if value is None else torch.tensor(value, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("retention", [None, 0.9])
-@pytest.mark.parametrize("decay", [0.0, 0.25])
-def test_compiled_kernels_agree_with_the_eager_ones(decay, retention):
-    assert compiled.reason_not_to_compile() is None
-    numbers = scalar(0.5), decay, scalar(retention)
-    calls = {
-        "combine": (3, (scalar(0.5), scalar(-0.125), scalar(retention))),
-        "prepare_delta": (2, numbers),
-        "restore_delta": (2, numbers),
-        "add_scaled": (2, (scalar(0.5),)),
-        "add_scaled_step": (2, (scalar(0.5),)),
-    }
-    for name, (count, arguments) in calls.items():
-        results = []
-        for kernels in (eager, compiled):
-            lists = lists_of(count)
-            getattr(kernels, name)(*lists, *arguments)
-            results.append(lists[: 1 if name.startswith("add") else 3 : 2 if name == "combine" else 1])
-        for ours, reference in zip(results[1], results[0], strict=True):
-            torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}")
-    grads = lists_of(3)
-    torch.testing.assert_close(
-        compiled.measure(*grads, -1.0, CPU), eager.measure(*grads, -1.0, CPU), rtol=1e-12, atol=0
-    )
-
-
-@pytest.mark.parametrize("kernels", [eager, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("decay", "retention"), [(0.0, None), (0.25, None), (0.0, 0.9), (0.25, 0.9)])
-def test_restoring_undoes_preparing(kernels, decay, retention):
-    assert compiled.reason_not_to_compile() is None
+def test_restoring_undoes_preparing(decay, retention):
     (values, deltas), (x, d) = lists_of(2), lists_of(2)
-    kernels.prepare_delta(values, deltas, scalar(0.5), decay, scalar(retention))
+    eager.prepare_delta(values, deltas, scalar(0.5), decay, scalar(retention))
     for prepared, delta, x_before, d_before in zip(values, deltas, x, d, strict=True):
         torch.testing.assert_close(prepared, x_before - 0.5 * d_before)
         torch.testing.assert_close(delta, (retention or 1.0) * d_before - decay * x_before)
-    kernels.restore_delta(values, deltas, scalar(0.5), decay, scalar(retention))
+    eager.restore_delta(values, deltas, scalar(0.5), decay, scalar(retention))
     torch.testing.assert_close([*values, *deltas], [*x, *d])
 
 

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import BY_NAME, Base
-from tests.torch.paths import assert_updated_by, deltas_of, every_path_of, three_paths
+from tests.torch.paths import assert_updated_by, both_paths, deltas_of, every_path_of
 from tests.torch.task import backward, same_bits, scale, train
 
 LRS = (1e-6, 1e-3, 1.0, 1e3, 1e6)
@@ -68,14 +68,13 @@ def test_at_a_learning_rate_of_zero_nothing_moves(base: Base, wrap):
 NUMBER, TENSOR = float, torch.tensor
 
 
-@three_paths
+@both_paths
 @pytest.mark.parametrize(
     "kinds",
     [(NUMBER, NUMBER), (TENSOR, TENSOR), (NUMBER, TENSOR), (TENSOR, NUMBER)],
     ids=["numbers", "tensors", "number and tensor", "tensor and number"],
 )
 @pytest.mark.parametrize("stopped", [0, 1])
-@pytest.mark.filterwarnings("ignore:compile=True compiles around the base")  # where a learning rate is a tensor
 def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tuner(wrap, kinds, stopped):
     """With one group stopped S goes as far as with none stopped."""
 
@@ -98,7 +97,7 @@ def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tun
     assert (before, after) == after_21_steps([1.0, 1.0])
 
 
-@three_paths
+@both_paths
 def test_ratios_between_groups_of_one_tuner_stay(wrap):
     """The first update of SGD is -lr times the gradient, and all there is in Delta."""
     model = BY_NAME["SGD"].model(dtype=torch.float64)
@@ -112,7 +111,7 @@ def test_ratios_between_groups_of_one_tuner_stay(wrap):
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4]
 
 
-@three_paths
+@both_paths
 def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak(wrap):
     model = BY_NAME["SGD"].model(dtype=torch.float64)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)

@@ -17,6 +17,17 @@ def quadratic(*params):
     return sum(((p.float() - 1.5) ** 2).sum() for p in params)
 
 
+def test_a_backward_pass_from_before_the_step_fails():
+    """As with any optimizer: the values that it was made from are gone."""
+    model = mlp()
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
+    backward(model, 0)
+    stale = model(torch.ones(4, 64)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
 # Learning rates.
 
 

@@ -7,7 +7,7 @@ import torch
 from mechanic.torch import Mechanic, layer_groups
 from mechanic.torch.tuners import read_rates
 from tests.shared import oracle
-from tests.torch.paths import three_paths
+from tests.torch.paths import both_paths
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
 
 
@@ -52,7 +52,7 @@ def test_which_tuner_a_group_has():
     assert names(two_groups(model, first="a", second="b")) == ["a", "b"]
 
 
-@three_paths
+@both_paths
 def test_each_tuner_follows_the_oracle_on_its_group_alone(wrap):
     """Two quadratics that know nothing of each other, a million apart in scale."""
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.kernels import Kernels, eager
+from mechanic.torch.kernels import eager
 from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision, working_dtype
 from mechanic.torch.layout import DELTA, RESIDUAL, ROW, Group
 from mechanic.torch.private import foreach_mul_
@@ -71,7 +71,6 @@ class Bucket:
     decay: float  # the share of x that weight decay takes; used only if the base steps on Delta
     own_iterates: bool = False  # the base steps on x_1 + Delta
     steps_on_delta: bool = False
-    kernels: Kernels = eager
     params: list[Tensor] = field(default_factory=list)
     mechanic_state: list[dict[str, Tensor]] = field(default_factory=list)  # see mechanic_state_of
     _scaling: Scaling | None = None  # of the step that is being made
@@ -87,7 +86,7 @@ class Bucket:
 
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
-        sums = self.kernels.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
+        sums = eager.measure(self._local_params(), self._grads(), self.deltas, self.sign, self.device)
         return sums if self.weight == 1 else sums * self.weight
 
     def grad_sq(self) -> Tensor:
@@ -113,12 +112,12 @@ class Bucket:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
         if self.steps_on_delta:
             # Only what the base adds to Delta matters. Meanwhile the parameters hold x_1, and wait for S' Delta'.
-            self.kernels.prepare_delta(self._local_params(), self.deltas, self._before(), self.decay, self._retention())
+            eager.prepare_delta(self._local_params(), self.deltas, self._before(), self.decay, self._retention())
             lent = self.deltas
         else:
             lent = self._values(copy=True)
         if self.own_iterates:
-            self.kernels.add_scaled(lent, self.deltas, self._offset_along_delta())
+            eager.add_scaled(lent, self.deltas, self._offset_along_delta())
         grads: list[Tensor | None] = [None] * len(lent)
         wide: list[Tensor | None] = [None] * len(lent)
         if is_half_precision(self.dtype):
@@ -151,7 +150,7 @@ class Bucket:
         remembered = [(x, delta) for p, x, delta in lists if p not in forgotten]
         if remembered:
             values, deltas = (list(tensors) for tensors in zip(*remembered, strict=True))
-            self.kernels.restore_delta(values, deltas, self._before(), self.decay, self._retention())
+            eager.restore_delta(values, deltas, self._before(), self.decay, self._retention())
 
     def move(self, stepped: list[Tensor]) -> None:
         """Move the parameters by S' Delta' - S Delta, where ``stepped`` tells what the base did, if it stepped."""
@@ -160,27 +159,27 @@ class Bucket:
         values = self._values()
         before, after, delta_retention = self._require_scaling()
         if stepped and self.steps_on_delta:
-            self.kernels.add_scaled(values, self.deltas, self._scalar(after))
+            eager.add_scaled(values, self.deltas, self._scalar(after))
             return
         if stepped and self.own_iterates:
-            self.kernels.add_scaled(stepped, self.deltas, -self._offset_along_delta())
+            eager.add_scaled(stepped, self.deltas, -self._offset_along_delta())
         retention = self._retention()
         if delta_retention is not None:
             # x' = x + S' Delta' - S Delta does not change if Delta shrinks and S grows by the same factor.
             before = before / delta_retention
         change = self._scalar(after - before)
         if stepped:
-            self.kernels.combine(values, stepped, self.deltas, self._scalar(before), change, retention)
+            eager.combine(values, stepped, self.deltas, self._scalar(before), change, retention)
         else:
             if retention is not None:
                 foreach_mul_(self.deltas, retention)
-            self.kernels.add_scaled(values, self.deltas, change)
+            eager.add_scaled(values, self.deltas, change)
         self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
         """Apply what the base did, times a fixed S, [tuners]; None if the base has applied S already."""
         values = self._values()
-        self.kernels.add_scaled_step(values, stepped, None if scale is None else self._scalar(scale))
+        eager.add_scaled_step(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
 
     def _require_scaling(self) -> Scaling:

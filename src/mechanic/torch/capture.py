@@ -46,8 +46,6 @@ def reason_not_to_capture(wrapped: Wrapped[Any]) -> str | None:
             "skip_nonfinite=True reads a value on the host in every step. Without it, gradients that are not finite "
             "are replaced by zeros on the device"
         )
-    if wrapped.compile:
-        return "it is built with compile=True, which makes numbers on the host; leave that away"
     if wrapped.observed is not None:
         return "gradients have been observed, and every replay would use that one observation; step once before"
     return _reason_in_groups(wrapped) or _reason_in_state(wrapped)

@@ -30,7 +30,6 @@ class MechanicOptions(TypedDict, total=False):
     skip_nonfinite: bool
     own_iterates: bool
     process_group: ProcessGroup | None
-    compile: bool
 
 
 class _MechanicType(type):
@@ -53,8 +52,8 @@ def mechanic_class(base_class: type[BaseT]) -> type[MechanicOf[BaseT]]:
     """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
 
     Use it if a trainer asks for a class: ``optimizer_class=RAdam`` becomes ``optimizer_class=mechanic_class(RAdam)``.
-    The options of :class:`Mechanic` (``config=``, ``peak_lr=``, ``per_group=``, ``skip_nonfinite=``, ``own_iterates=``,
-    ``process_group=`` and ``compile=``) go to Mechanic, all others to the base. If it is called twice with one base it
+    The options of :class:`Mechanic` (``config=``, ``peak_lr=``, ``per_group=``, ``skip_nonfinite=``, ``own_iterates=``
+    and ``process_group=``) go to Mechanic, all others to the base. If it is called twice with one base it
     returns the same class. Classes and instances pickle.
 
     Example:

@@ -69,8 +69,6 @@ class Mechanic(Optimizer, Generic[BaseT]):
             without it. The base's weight decay then acts on its own iterates, unscaled.
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
-        compile: compile the step, together with the base if that is torch's SGD, Adam or AdamW, else around it. The
-            first step then takes some seconds. If something cannot be compiled, a warning says what and why.
 
     Example:
         >>> import torch
@@ -108,7 +106,6 @@ class Mechanic(Optimizer, Generic[BaseT]):
         skip_nonfinite: bool = False,
         own_iterates: bool = False,
         process_group: ProcessGroup | None = None,
-        compile: bool = False,  # noqa: A002
     ) -> None:
         refuse_unsuitable(base)
         if peak_lr is not None and not 0 < peak_lr < math.inf:
@@ -116,7 +113,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         config = TunerConfig.of(config)
         if own_iterates := own_iterates or keeps_own_iterates(base):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
-        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group, compile
+        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group
         wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
         wrapped.begin()
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.

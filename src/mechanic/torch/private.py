@@ -6,7 +6,6 @@ Each function says why the public API is not enough. ``tests/torch/test_private.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -31,7 +30,6 @@ foreach_norm = torch._foreach_norm
 
 # Join tensors into a flat one, and view a flat tensor in their shapes; DDP's buckets are made this way.
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
-unflatten: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
 
 
 def outside_of_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
@@ -124,21 +122,6 @@ def global_hooks_silenced() -> Iterator[None]:
 
 def _do_nothing(*args: Any) -> None:
     """Stands in for a hook."""
-
-
-def init_adam_state(base: Any, group: dict[str, Any]) -> dict[str, Any]:
-    """Lists of Adam's state for the parameters of a group, made if there is none yet, as Adam's own step makes them."""
-    lists: dict[str, Any] = {name: [] for name in _arguments_of(base._init_group.__func__)}
-    if "amsgrad" in lists:  # until torch 2.6 AdamW has a flag among the lists
-        lists["amsgrad"] = group["amsgrad"]
-    base._init_group(group, **lists)
-    return lists
-
-
-@functools.cache
-def _arguments_of(init_group: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of ``_init_group`` after self and the group; they differ between versions of torch."""
-    return tuple(inspect.signature(init_group).parameters)[2:]
 
 
 def mark_as_stepped(optimizer: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from mechanic.torch import gpu, tuners
 from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
-from mechanic.torch.fused import choose_kernels, step_fused
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.shards import Reduction
 from mechanic.torch.wrapped import Wrapped
@@ -31,9 +30,7 @@ def step(wrapped: Wrapped[Any]) -> None:
 
 
 def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> None:
-    """Step with PyTorch's own operators, or compiled ones."""
-    fused = wrapped.compile and _choose_kernels(wrapped, buckets)  # base and Mechanic step in one kernel
-
+    """Step with PyTorch's own operators."""
     # Measure. This comes before the base steps, since it may edit gradients in place.
     betas, tuner = wrapped.read_tuners(buckets)
     sums, grad_sq = _measure(wrapped, reduction, buckets, tuner)
@@ -42,7 +39,7 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
     if wrapped.skip_nonfinite and not finite.all():
         wrapped.count_skipped_step()
         return
-    if not (wrapped.skip_nonfinite or fused):  # a fused step does it itself
+    if not wrapped.skip_nonfinite:
         for bucket in buckets:
             bucket.discard_grads_unless(finite)
 
@@ -55,11 +52,8 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
     # Let the base step, and scale what it did.
     for bucket in buckets:
         bucket.scale_with(scaling)
-    if fused:
-        step_fused(wrapped.base, buckets, scaling, finite)
-    else:
-        for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
-            bucket.move(stepped)
+    for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
+        bucket.move(stepped)
 
     # Remember.
     tuners.write_tuners(wrapped.groups, betas, tuned)
@@ -115,13 +109,6 @@ def _measure(
     known = torch.stack([observed.get(row, none).to(none) for row in tuners.rows_of(wrapped.groups)])
     *columns, grad_sq = reduction.sum(torch.cat([known, grad_sq], -1)).unbind(-1)
     return torch.stack(columns, -1), grad_sq
-
-
-def _choose_kernels(wrapped: Wrapped[Any], buckets: list[Bucket]) -> bool:
-    fused, left_out = choose_kernels(wrapped.base, buckets, own_iterates=wrapped.own_iterates)
-    for message in left_out:
-        wrapped.warn_once(message, message)
-    return fused
 
 
 def _unless_one(retention: Tensor | None) -> Tensor | None:

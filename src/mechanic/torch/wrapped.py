@@ -40,7 +40,6 @@ class Wrapped(Generic[BaseT]):
     skip_nonfinite: bool
     own_iterates: bool
     process_group: ProcessGroup | None
-    compile: bool
     peak_is_settled: bool = False  # the first step has been made, so the peak of the schedule is known
     observed: dict[int, Tensor] | None = None  # this rank's sums for the next step, [5] by row of the tuner
 

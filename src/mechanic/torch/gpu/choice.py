@@ -77,7 +77,7 @@ def _try(make: Any, step: Step, device: torch.device, dtype: torch.dtype) -> lis
     sizes = columns.CHUNK + columns.BLOCK + 7, 3
     params = [torch.linspace(-1, 1, size, device=device).to(dtype).requires_grad_() for size in sizes]
     base = make(params, lr=0.1, weight_decay=0.01)
-    wrapped = Wrapped(base, TunerConfig(), None, False, False, False, None, False, peak_is_settled=True)
+    wrapped = Wrapped(base, TunerConfig(), None, False, False, False, None, peak_is_settled=True)
     wrapped.begin()
     for index in range(3):
         for p in params:

@@ -1,6 +1,7 @@
 """The kernels in plain PyTorch: the reference for every other set.
 
-Nothing here reads a value on the host, so a step never waits for the device.
+Lists are of equal length and shapes, and are changed in place. S, S' and all other factors are 0-dim tensors on the
+device of the lists. Nothing here reads a value on the host, so a step never waits for the device.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def takes_pieces(device: torch.device) -> bool:
 def measure(
     params: list[Tensor], grads: list[Tensor], deltas: list[Tensor], sign: float, device: torch.device
 ) -> Tensor:
+    """The five sums of :data:`mechanic.tuner.SUMS` over parameters on one device, [5].
+
+    ``grads`` and ``deltas`` are empty if no parameter has one; they then count as zero. ``sign`` is -1 if the base
+    ascends.
+    """
     if not takes_pieces(device):
         return whole.five_sums(params, grads, deltas, sign, device)
     none = torch.zeros((), device=device)
@@ -164,6 +170,13 @@ def combine(
     change: Tensor,
     retention: Tensor | None = None,
 ) -> None:
+    """Scale what the base did to copies of the parameters.
+
+    On entry ``values`` hold x and ``stepped`` x + u. On return ``deltas`` hold Delta' = k Delta + u and ``values``
+    x' = x + S u + (S' - S) Delta', where k is the ``retention`` and S' - S the ``change``. With the former S divided by
+    k this is x + S' Delta' - S Delta. It never needs x_1, and it keeps what others did to the parameters between steps.
+    ``stepped`` is overwritten.
+    """
     for x, u, d in _batches(values, stepped, deltas):
         foreach_sub_(u, x)
         if retention is not None:
@@ -176,6 +189,7 @@ def combine(
 def prepare_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
+    """x <- x - S Delta; Delta <- k Delta - decay x. The base may now step on Delta in place of x."""
     of_delta = _factor_of_delta(scale, decay, retention)
     of_value = _number_like(scale, -decay)
     back = -scale
@@ -190,6 +204,7 @@ def prepare_delta(
 def restore_delta(
     values: list[Tensor], deltas: list[Tensor], scale: Tensor, decay: float, retention: Tensor | None = None
 ) -> None:
+    """The inverse of :func:`prepare_delta`, up to rounding."""
     back = 1 / _factor_of_delta(scale, decay, retention)
     of_value = _number_like(scale, decay)
     for x, d in _batches(values, deltas):
@@ -211,6 +226,7 @@ def _number_like(tensor: Tensor, number: float) -> Tensor | float:
 
 
 def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor | float) -> None:
+    """x <- x + factor d."""
     if not isinstance(factor, Tensor) or (values and not takes_pieces(values[0].device)):
         whole.add_scaled(values, directions, factor)
     else:
@@ -218,6 +234,7 @@ def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor | 
 
 
 def add_scaled_step(values: list[Tensor], stepped: list[Tensor], scale: Tensor | None) -> None:
+    """x <- x + S u, where ``stepped`` holds x + u and is overwritten. None is S = 1."""
     if scale is None:
         foreach_copy_(values, stepped)
         return

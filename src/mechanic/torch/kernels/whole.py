@@ -41,7 +41,7 @@ TAKES_ZERO_DIM_FACTORS = tuple(int(part) for part in torch.__version__.split("."
 def five_sums(
     params: list[Tensor], grads: list[Tensor], deltas: list[Tensor], sign: float, device: torch.device
 ) -> Tensor:
-    """See :meth:`mechanic.torch.kernels.Kernels.measure`."""
+    """See :func:`mechanic.torch.kernels.eager.measure`."""
     lists = {name: _real(tensors) for name, tensors in (("g", grads), ("x", params), ("d", deltas)) if tensors}
     dtype = working_dtype(lists["x"][0].dtype) if lists else torch.float32
     long, short = _long_and_short(list(lists.values()), dtype)
