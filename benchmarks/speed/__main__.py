@@ -1,7 +1,8 @@
 """What Mechanic costs over the bare base: ``python -m benchmarks.speed`` measures, ``--report`` only reads.
 
-Times are CPU seconds of one thread, which other work on the machine disturbs less than the clock's, of contender and
-reference by turns, as ratios of medians. Every cell has a process of its own, and every figure of memory too.
+Times are CPU seconds of one thread, which other work on the machine disturbs less than the clock's, or seconds that
+pass where there are two threads; of contender and reference by turns, as ratios of medians. Every cell has a process of
+its own, and every figure of memory too.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ MANY = ["Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)", *PEERS]
 CELLS: dict[str, tuple[int, int, list[str]]] = {  # tensors, elements of each, contenders
     "50M": (50, 1_000_000, [*OURS, *PEERS]),
     "1M in 200": (200, 5_000, [*OURS, *PEERS]),
+    "50M, two threads": (50, 1_000_000, ["Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)", *PEERS]),
     "200M": (50, 4_000_000, ["Mechanic(AdamW)"]),
     **{f"2M in {n}": (n, 2_000_000 // n, MANY) for n in (1, 10, 100, 1_000, 10_000)},
 }
