@@ -1,5 +1,6 @@
 """The task on which both backends follow the oracle: softmax regression over the digits, with a schedule."""
 
+import functools
 import math
 
 import numpy as np
@@ -69,10 +70,12 @@ def start():
     return np.random.default_rng(0).normal(size=(10, 64)) / 8
 
 
-def run_oracle(base, config, steps=STEPS):
-    reference = oracle.Oracle(base(warmup_cosine), start(), **config)
+@functools.cache
+def run_oracle(base, config="default"):
+    """The course of the base and the config of these names; one for all paths that have to follow it."""
+    reference = oracle.Oracle(BASES[base][0](warmup_cosine), start(), **CONFIGS[config][1])
     course = []
-    for step in range(steps):
+    for step in range(STEPS):
         reference.step(gradient(reference.x, step))
         course.append((reference.scale, reference.x))
     return course
