@@ -70,7 +70,7 @@ def observe(wrapped: Wrapped[Any]) -> None:
         return
     tuner = wrapped.read_tuners(buckets)[1]
     sums = sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales)
-    wrapped.observed = {row: sums[index] for row, index in tuners.rows_of(wrapped.groups).items()}
+    wrapped.keep_observed(sums)
 
 
 def switch_mode(wrapped: Wrapped[Any], switch: Any) -> None:
@@ -99,15 +99,12 @@ def _measure(
 
     These differ if the sums were observed on other gradients. They share one collective.
     """
-    observed, wrapped.observed = wrapped.observed, None
+    observed = wrapped.take_observed(like=tuner.scales)
     if observed is None:
         sums = reduction.sum(sum_by_tuner([(b.row, b.measure()) for b in buckets], len(SUMS), like=tuner.scales))
         return sums, sums.unbind(-1)[SUMS.index("grad_sq")]
     grad_sq = sum_by_tuner([(b.row, b.grad_sq()) for b in buckets], 1, like=tuner.scales)
-    # A tuner that has been added since was not observed: its sums are 0, a step without feedback.
-    none = grad_sq.new_zeros(len(SUMS))
-    known = torch.stack([observed.get(row, none).to(none) for row in tuners.rows_of(wrapped.groups)])
-    *columns, grad_sq = reduction.sum(torch.cat([known, grad_sq], -1)).unbind(-1)
+    *columns, grad_sq = reduction.sum(torch.cat([observed, grad_sq], -1)).unbind(-1)
     return torch.stack(columns, -1), grad_sq
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
-from mechanic.tuner import TunerConfig, TunerState
+from mechanic.tuner import SUMS, TunerConfig, TunerState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,6 +205,23 @@ class Wrapped(Generic[BaseT]):
         if self._direct_steps:
             self._direct_steps.remove()
         self._direct_steps = DirectStepCheck(self.base) if watch else None
+
+    # What was observed.
+
+    def keep_observed(self, sums: Tensor) -> None:
+        """Keep the sums of this rank, [tuners, 5], for the next step."""
+        self.observed = {row: sums[index] for row, index in tuners.rows_of(self.groups).items()}
+
+    def take_observed(self, like: Tensor) -> Tensor | None:
+        """What was kept, [tuners, 5], with the dtype and device of ``like``; None if nothing was.
+
+        A tuner that has been added since was not observed: its sums are 0, a step without feedback.
+        """
+        observed, self.observed = self.observed, None
+        if observed is None:
+            return None
+        none = like.new_zeros(len(SUMS))
+        return torch.stack([observed.get(row, none).to(none) for row in tuners.rows_of(self.groups)])
 
     # Counts and warnings.
 

@@ -78,7 +78,7 @@ def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> 
 def observe(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
     """See :func:`mechanic.torch.step.observe`."""
     sums = _local_sums(_prepare(wrapped, buckets, steps=False))
-    wrapped.observed = {row: sums[index] for row, index in tuners.rows_of(wrapped.groups).items()}
+    wrapped.keep_observed(sums)
 
 
 def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _Work:
@@ -124,15 +124,13 @@ def _local_sums(work: _Work) -> Tensor:
 
 def _measure(wrapped: Wrapped[Any], reduction: Reduction, work: _Work) -> tuple[Tensor, Tensor]:
     """The five sums that tune, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners]."""
-    observed, wrapped.observed = wrapped.observed, None
     sums = _local_sums(work)
+    observed = wrapped.take_observed(like=sums)
     if observed is None:
         sums = reduction.sum(sums)
         return sums, sums.unbind(-1)[SUMS.index("grad_sq")].contiguous()
-    none = sums.new_zeros(len(SUMS))
-    known = torch.stack([observed.get(row, none).to(none) for row in tuners.rows_of(wrapped.groups)])
     grad_sq = sums[:, SUMS.index("grad_sq")].unsqueeze(-1)
-    *of_observed, grad_sq = reduction.sum(torch.cat([known, grad_sq], -1)).unbind(-1)
+    *of_observed, grad_sq = reduction.sum(torch.cat([observed, grad_sq], -1)).unbind(-1)
     return torch.stack(of_observed, -1), grad_sq.contiguous()
 
 
