@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import pytorch_optimizer
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -67,6 +68,25 @@ def follow(layout, tuners):
 def follow_exactly(layout, tuners):
     with exact():
         return follow(layout, tuners)
+
+
+def groups_for(model):
+    """As most other Muons take them, which have an AdamW of their own."""
+    found = roles(model)
+    rest = [p for role, named in found.items() if role != "matrix" for p in named.values()]
+    return [{"params": list(found["matrix"].values()), "use_muon": True}, {"params": rest, "use_muon": False}]
+
+
+def follow_with_another(layout, name):
+    """With a Muon of pytorch_optimizer's."""
+    with exact():
+        runs = []
+        for model, part in ((Model(), lambda tensor: tensor), placed(layout, Model())):
+            groups = [{**group, "lr": 1.0} for group in groups_for(model)]
+            optimizer = Mechanic(getattr(pytorch_optimizer, name)(groups))
+            train(model, optimizer, part)
+            runs.append((parameters(model), optimizer.scales()))
+    return report(*runs[1], runs[0], tuners_of(optimizer))
 
 
 def of_each_alone(layout):

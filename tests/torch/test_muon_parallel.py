@@ -39,6 +39,7 @@ def _jobs(ranks, folder):
             yield jobs.collectives, (layout,)
     yield from ((jobs.save, (layout, folder)) for layout in SAVED[ranks])
     if ranks == 2:
+        yield from ((jobs.follow_with_another, ("fsdp2", name)) for name in ("Muon", "AdaMuon"))
         yield jobs.of_each_alone, ("fsdp2",)
         yield jobs.zero_redundancy, ()
         yield from ((jobs.refused_under_fsdp1, (use_orig_params,)) for use_orig_params in (True, False))
@@ -57,6 +58,10 @@ def test_every_layout_follows_one_process(found, ranks):
     assert_followed(reports(found, ranks, "follow_exactly"), within=1e-5)
     # Sums in another order change the last of bfloat16's digits, which is the third.
     assert_followed(reports(found, ranks, "follow"), within=0.01)
+
+
+def test_other_muons_follow_one_process(found):
+    assert_followed(reports(found, 2, "follow_with_another"), within=1e-5)
 
 
 def test_a_rank_that_took_its_part_for_the_whole_would_make_another_update(found):
