@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 
 from benchmarks.speed.contenders import CONTENDERS
 from benchmarks.speed.counter import CUDA_12, CUDA_13, OLD_TORCH, Counter, count_step
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, Together
 from mechanic.torch.kernels import whole
 
 Shapes = list[tuple[int, ...]]
@@ -72,6 +72,14 @@ def _adamw(params: Any) -> AdamW:
     return AdamW(params, lr=1.0, fused=True)
 
 
+def _muon(params: list[Tensor]) -> Together:
+    """Muon for the matrices, and AdamW for the rest, which is embeddings and what has not two dimensions."""
+    matrices = [p for p in params if p.ndim == 2 and tuple(p.shape) not in EMBEDDINGS]
+    rest = [p for p in params if all(p is not matrix for matrix in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=1.0, adjust_lr_fn="match_rms_adamw")]
+    return Together(*optimizers, *([_adamw(rest)] if rest else []))
+
+
 def _in_groups(params: list[Tensor], count: int) -> list[dict[str, Any]]:
     size = -(-len(params) // count)
     return [{"params": params[start : start + size]} for start in range(0, len(params), size)]
@@ -92,6 +100,7 @@ def _mechanic_pytorch(params: list[Tensor]) -> Any:
     return mechanize(AdamW)(params, lr=1.0, foreach=True)
 
 
+EMBEDDINGS = {(50257, 768), (1024, 768), (128256, 2048)}
 HALF = torch.bfloat16
 ROWS = {
     "AdamW fused": Row(_adamw),
@@ -108,6 +117,8 @@ ROWS = {
     "`Mechanic(AdamW fused)`, 12 tuners": Row(lambda p: Mechanic(_adamw(_in_groups(p, 12)), per_group=True)),
     "`Mechanic(AdamW fused)`, `skip_nonfinite`": Row(lambda p: Mechanic(_adamw(p), skip_nonfinite=True)),
     "`Mechanic(AdamW fused)`, frozen": Row(lambda p: Mechanic(_adamw(p)), prepare=Mechanic.freeze),
+    "Muon and AdamW fused": Row(_muon),
+    "`Mechanic(Muon and AdamW fused)`": Row(lambda p: Mechanic(_muon(p))),
     "AdamW fused, bfloat16": Row(_adamw, HALF),
     "`Mechanic(AdamW fused)`, bfloat16": Row(lambda p: Mechanic(_adamw(p)), HALF),
     "`Mechanic(AdamW fused)`, bfloat16, frozen": Row(lambda p: Mechanic(_adamw(p)), HALF, Mechanic.freeze),

@@ -524,15 +524,23 @@ def one_bad_rank(base, per_group):
 SAVED_AFTER = 30
 
 
-def build(layout, base):
+def placed(layout, model):
     """A model in a layout, and the part of a batch that this rank sees."""
     from torch.distributed.fsdp import fully_shard
 
-    model, part = Model(), share
+    part = share
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif layout == "fsdp2":
         fully_shard(model)
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tp":
+        parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+        def part(tensor):
+            return tensor
+
     elif layout == "tp+fsdp2":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"])
@@ -542,10 +550,15 @@ def build(layout, base):
         def part(tensor):
             return tensor.chunk(2)[half]
 
+    return model, part
+
+
+def build(layout, base):
+    model, part = placed(layout, Model())
     return model, wrap(model, base, per_group=True), part
 
 
-def checkpoint_of(model, optimizer, flatten):
+def checkpoint_of(model, optimizer, flatten=False):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     parts = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
@@ -567,12 +580,18 @@ def save(layout, base, folder, flatten):
 
 
 def resume(saved, ranks_then, layout, base, folder, flatten):
+    model, optimizer, part = build(layout, base)
+    load(model, optimizer, _path(folder, saved, base, flatten, ranks_then), flatten)
+    train(model, optimizer, STEPS - SAVED_AFTER, first=SAVED_AFTER, part=part)
+    return report(parameters(model), optimizer.scales(), alone(base, True), tuners_of(optimizer))
+
+
+def load(model, optimizer, path, flatten=False):
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    model, optimizer, part = build(layout, base)
     state = checkpoint_of(model, optimizer, flatten)
-    dcp.load(state, checkpoint_id=_path(folder, saved, base, flatten, ranks_then))
+    dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model,
         optimizer,
@@ -580,8 +599,6 @@ def resume(saved, ranks_then, layout, base, folder, flatten):
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(flatten_optimizer_state_dict=flatten),
     )
-    train(model, optimizer, STEPS - SAVED_AFTER, first=SAVED_AFTER, part=part)
-    return report(parameters(model), optimizer.scales(), alone(base, True), tuners_of(optimizer))
 
 
 def _path(folder, layout, base, flatten, ranks=None):

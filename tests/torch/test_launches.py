@@ -36,6 +36,13 @@ def test_a_step_takes_so_many_calls_and_launches_and_waits_for_nothing(row, mode
     assert counted.copies_to_device == 0
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+def test_around_muon_a_step_takes_few_launches_more_and_waits_for_nothing():
+    bare, ours = (count(row, "GPT-2 124M") for row in ("Muon and AdamW fused", "`Mechanic(Muon and AdamW fused)`"))
+    assert ours.launches_with(CUDA_13) - bare.launches_with(CUDA_13) <= 320  # without Triton, which takes 4
+    assert ours.host_reads == ours.copies_to_device == 0
+
+
 @HALF
 @pytest.mark.parametrize("name", BUILDS)
 def test_calls_do_not_grow_with_the_number_of_tensors(name, dtype):

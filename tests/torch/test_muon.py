@@ -5,6 +5,7 @@ import pickle
 import statistics
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import mechanic.torch.muon
 from mechanic.torch import Mechanic, MechanicMuon, Together, roles
+from tests.torch.muon_parallel import groups_for
 from tests.torch.task import same_bits, snapshot
 
 pytestmark = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon from 2.9 on")
@@ -262,6 +264,28 @@ def test_an_older_torch_is_told(monkeypatch):
     monkeypatch.delattr(mechanic.torch.muon.torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"from 2\.9 on"):
         MechanicMuon(GPT())
+
+
+@pytest.mark.parametrize("name", ["Muon", "AdaMuon", "NorMuon", "AdaGO", "MuonClip"])
+def test_other_muons_train_with_every_learning_rate_and_resume(name):
+    """Those of pytorch_optimizer, which have an AdamW of their own."""
+
+    def build(model, lr):
+        return Mechanic(getattr(pytorch_optimizer, name)([{**group, "lr": lr} for group in groups_for(model)]))
+
+    losses = []
+    for lr in (1e-3, 1e3):
+        model = GPT()
+        optimizer = build(model, lr)
+        losses.append(train(model, optimizer, 25, schedule=CosineAnnealingLR(optimizer, 25)))
+    assert max(losses) < 2.0  # from 3.0
+    assert max(losses) / min(losses) < 1.01
+    again = copy.deepcopy(model)
+    resumed = build(again, 3.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, other in ((model, optimizer), (again, resumed)):
+        train(each, other, 3, first=25)
+    assert same_bits(snapshot(model, optimizer), snapshot(again, resumed))
 
 
 def test_new_parameters_have_to_name_their_optimizer():

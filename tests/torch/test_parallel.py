@@ -22,10 +22,10 @@ def run(ranks, folder, jobs=None):
     return found
 
 
-def assert_followed(found):
+def assert_followed(found, within=1e-6):
     for case, report in found.items():
-        assert report["parameters"] <= 1e-6, (case, report)
-        assert report["scales"] <= 1e-6, (case, report)
+        assert report["parameters"] <= within, (case, report)
+        assert report["scales"] <= within, (case, report)
         assert report["same on all ranks"], case
 
 

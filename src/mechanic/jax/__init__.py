@@ -10,7 +10,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from error
 
 from mechanic.jax.freezing import freeze, release
+from mechanic.jax.muon import muon, roles
 from mechanic.jax.state import MechanicState, nonfinite_steps, scale, scales
 from mechanic.jax.transform import mechanize
 
-__all__ = ["MechanicState", "freeze", "mechanize", "nonfinite_steps", "release", "scale", "scales"]
+__all__ = ["MechanicState", "freeze", "mechanize", "muon", "nonfinite_steps", "release", "roles", "scale", "scales"]

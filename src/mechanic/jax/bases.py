@@ -38,6 +38,15 @@ def refuse_unsuitable(base_state: Any) -> None:
             raise TypeError(f"mechanize cannot wrap a base that holds a {type(found).__name__}: it {why}")
 
 
+def refuse_parts_of_matrices(base_state: Any) -> None:
+    """Raise where a Muon would step inside ``shard_map``: made orthogonal one by one, parts give another update."""
+    if _nodes_of((optax.contrib.MuonState,), base_state):
+        raise ValueError(
+            "Muon needs whole matrices, and inside shard_map, over axis_name, it sees parts of them; "
+            "use jit with sharded arrays, without axis_name"
+        )
+
+
 def _nodes_of(kinds: tuple[type, ...], tree: Any) -> list[Any]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     return [node for node in nodes if isinstance(node, kinds)]

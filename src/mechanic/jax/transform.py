@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from mechanic.jax.bases import refuse_unsuitable
+from mechanic.jax.bases import refuse_parts_of_matrices, refuse_unsuitable
 from mechanic.jax.leaves import Leaves
 from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_peak_lr, refuse_untrainable
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, widen, working_dtype
@@ -98,6 +98,8 @@ def mechanize(
         refuse_untrainable(params)
         base_state = _without_shared_buffers(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
+        if axis_name is not None:
+            refuse_parts_of_matrices(base_state)
         names = rows_of(labels, params).names
         dtype = jnp.result_type(float)  # float64 where x64 is enabled: 1 - 0.999999 leaves one digit of a float32
         return MechanicState(

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.layout import PEAK_LR
-from mechanic.torch.private import step_hooks
+from mechanic.torch.private import is_fsdp1_parameter, step_hooks
+from mechanic.torch.shards import is_split_too_far
 from mechanic.torch.together import members_of, owners_of
 from mechanic.torch.warn import warn_user
 
@@ -57,6 +58,33 @@ def refuse_unsuitable(base: Any) -> None:
         )
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError("Mechanic cannot differentiate through its step; build the base without differentiable=True")
+
+
+def refuse_parts_of_matrices(base: Optimizer) -> None:
+    """Raise if a Muon would step on parts of matrices: made orthogonal one by one, they give another update.
+
+    DTensors are no such parts: what Muon computes with them, torch computes with the whole.
+    """
+    for owner, group in zip(owners_of(base), base.param_groups, strict=True):
+        if not any("Muon" in cls.__name__ for cls in type(owner).__mro__) or not group.get("use_muon", True):
+            continue
+        name, params = type(owner).__name__, [p for p in group["params"] if p.requires_grad]
+        if any(is_flat_part(p) for p in params):
+            raise ValueError(
+                f"{name} needs whole matrices, and under FullyShardedDataParallel or DeepSpeed's ZeRO it is given flat "
+                "parts of them; shard with fully_shard, whose parts it can gather, or use DDP"
+            )
+        if too_small := [tuple(p.shape) for p in params if is_split_too_far(p)]:
+            raise ValueError(
+                f"{name} cannot step on a matrix that is split over more ranks than it has rows or columns, here one "
+                f"of shape {too_small[0]}; give it to another optimizer, as MechanicMuon(model, roles={{its name: "
+                "'vector'}) does, or shard it over fewer ranks"
+            )
+
+
+def is_flat_part(p: Tensor) -> bool:
+    """Whether a framework has put a flat piece of memory in place of a parameter."""
+    return is_fsdp1_parameter(p) or (p.ndim < 2 and not isinstance(p, torch.nn.Parameter))
 
 
 class DirectStepCheck:

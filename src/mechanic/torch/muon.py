@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from typing_extensions import Unpack  # which torch depends on
 
+from mechanic.torch.bases import is_flat_part
 from mechanic.torch.factory import MechanicOptions
 from mechanic.torch.layout import Group
 from mechanic.torch.optimizer import Mechanic
 from mechanic.torch.roles import Roles, roles
+from mechanic.torch.shards import is_split_too_far
 from mechanic.torch.together import Together
 
 
@@ -96,6 +98,11 @@ def _groups(
     """The param groups for Muon and those for AdamW, one by role."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"MechanicMuon takes the model, not its parameters, got {type(model).__name__}")
+    if any(is_flat_part(p) for p in model.parameters()):
+        raise ValueError(
+            "Muon needs whole matrices, and FullyShardedDataParallel makes flat parts of them; shard with "
+            "fully_shard, whose parts it can gather, or use DDP"
+        )
     found = wanted if isinstance(wanted, Roles) else roles(model, wanted)
     if others := list(found["other"]):
         raise ValueError(
@@ -110,6 +117,12 @@ def _groups(
         if p.ndim != 2 or p.is_complex():
             kind = f"{p.ndim} dimensions" if p.ndim != 2 else "complex numbers"
             raise ValueError(f"{name} has {kind}, which Muon does not take: give it another role than 'matrix'")
+        if is_split_too_far(p):
+            raise ValueError(
+                f"{name} of shape {tuple(p.shape)} is split over more ranks than it has rows or columns, and torch's "
+                f"Muon fails with such: leave it to AdamW, MechanicMuon(model, roles={{{name!r}: 'vector'}}), or "
+                "shard it over fewer ranks"
+            )
     if not found["matrix"]:
         raise ValueError("the model has no matrices, so there is nothing for Muon; use MechanicAdamW")
     groups = {role: {"params": list(named.values()), "role": role} for role, named in found.items() if named}

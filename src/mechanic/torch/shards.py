@@ -52,6 +52,17 @@ def set_local(tensor: Tensor, data: Tensor) -> None:
         tensor.data = data
 
 
+def is_split_too_far(p: Tensor) -> bool:
+    """Whether a DTensor has fewer rows, or columns, than ranks they are split over."""
+    ranks: dict[int, int] = {}
+    if is_dtensor(p):
+        mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+        for mesh_dim, placement in enumerate(placements):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                ranks[dim] = ranks.get(dim, 1) * mesh.size(mesh_dim)
+    return any(p.shape[dim] < count for dim, count in ranks.items())
+
+
 class Reduction:
     """The group of ranks to sum over, and how much of a parameter's local sum counts in it.
 

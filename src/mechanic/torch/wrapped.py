@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
-from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays
+from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, refuse_parts_of_matrices
 from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of, widened
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision
@@ -154,6 +154,7 @@ class Wrapped(Generic[BaseT]):
     def reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
         """The sum over ranks, and the parameters in lists. ``decays`` are given if the base is to step on Delta."""
         if self._reduction is None or not self._reduction.knows(params_of(self.groups)):
+            refuse_parts_of_matrices(self.base)
             self._reduction = Reduction(params_of(self.groups), self.process_group, self.elements)
         buckets = buckets_of(
             self.groups,

@@ -1,6 +1,7 @@
 """Courses of training on CPU tensors, with the eager kernels and with Triton's, interpreted in a process of its own."""
 
 import copy
+from collections import Counter
 from functools import partial
 
 import pytorch_optimizer
@@ -9,7 +10,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, MechanicMuon, Together
 from mechanic.torch.gpu import choice, columns, launches, listing, rules
 from mechanic.torch.gpu.table import Kind, Listed, Table
 from mechanic.torch.step import step_eagerly
@@ -175,6 +176,49 @@ def calls_of_torch_besides():
     finally:
         launches.launch = launch
     return called
+
+
+def calls_around_muon(tuners):
+    """The kernels that a step of MechanicMuon starts, and the operators it calls beyond those of its optimizers."""
+    launch, is_inside, started = launches.launch, [], []
+
+    def log(name, *arguments, **constants):
+        started.append(name)
+        is_inside.append(name)
+        launch(name, *arguments, **constants)
+        is_inside.clear()
+
+    class Log(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.called = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if not is_inside:
+                self.called.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def pair(model):
+        weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+        return Together(optim.Muon(weights[:-1], lr=0.01), optim.AdamW([*biases, weights[-1]], lr=0.01))
+
+    called = []
+    launches.launch = log
+    try:
+        for build in (pair, partial(MechanicMuon, tuners=tuners)):
+            model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+            optimizer = build(model)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            with using("triton"):
+                for _ in range(3):
+                    started.clear()
+                    with Log() as seen:
+                        optimizer.step()
+            called.append(Counter(seen.called))
+    finally:
+        launches.launch = launch
+    return started, dict(called[1] - called[0])
 
 
 def launches_at(tensors, tuners):

@@ -150,3 +150,14 @@ def test_the_self_test_passes(interpreter, half):
 
 def test_the_self_test_notices_a_kernel_that_is_off(interpreter):
     assert interpreter("reason_not_to_use", half=False, broken=True) == "they do not agree with the eager step"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+@pytest.mark.parametrize("tuners", ["one", "role"])
+def test_muon_takes_four_launches_more(interpreter, tuners):
+    started, beyond = interpreter("calls_around_muon", tuners)
+    assert started == ["five_sums", "tune", "lend", "move"]
+    # Views and empty tensors, and flags that are read only on the host.
+    free = {"empty", "empty_like", "detach", "unbind", "slice", "view"}
+    of_host, of_profiler = {"_local_scalar_dense", "all"}, {"_record_function_enter_new", "_record_function_exit"}
+    assert set(beyond) <= free | of_host | of_profiler

@@ -1,0 +1,186 @@
+"""mechanize(muon(1.0)): Muon for the matrices, AdamW for the rest, and no learning rates."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from mechanic.jax import freeze, mechanize, muon, release, roles, scale, scales
+from tests.jax.task import same_bits
+
+HAS_RMS = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
+pytestmark = pytest.mark.skipif(not HAS_RMS, reason="Optax has it from 0.2.7 on")
+
+VOCABULARY, LENGTH, WIDTH = 17, 12, 16
+
+
+def model(seed=0):
+    """One layer of attention with a dimension for the heads, an MLP, and a head."""
+    rng = np.random.default_rng(seed)
+
+    def dense(*shape):
+        return {"kernel": jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32)}
+
+    return {
+        "embed": jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), jnp.float32),
+        "attention": {
+            **{name: dense(WIDTH, 2, WIDTH // 2) for name in ("query", "key", "value")},
+            "out": dense(2, WIDTH // 2, WIDTH),
+        },
+        "up": {**dense(WIDTH, 4 * WIDTH), "bias": jnp.zeros(4 * WIDTH)},
+        "down": dense(4 * WIDTH, WIDTH),
+        "norm": {"scale": jnp.ones(WIDTH)},
+        "lm_head": dense(WIDTH, VOCABULARY),
+    }
+
+
+def tokens(step, size=16):
+    """Sequences where each token follows from the one before it, but for one in ten."""
+    rng = np.random.default_rng(step)
+    found = rng.integers(0, VOCABULARY, (size, LENGTH + 1))
+    noise = rng.random(found.shape) < 0.1
+    for i in range(1, LENGTH + 1):
+        found[:, i] = np.where(noise[:, i], found[:, i], (3 * found[:, i - 1] + 1) % VOCABULARY)
+    return jnp.asarray(found)
+
+
+def loss_of(params, batch):
+    x = params["embed"][batch[:, :-1]]
+    x = x * params["norm"]["scale"] / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    query, key, value = (
+        jnp.einsum("btd,dhk->bhtk", x, params["attention"][name]["kernel"]) for name in ("query", "key", "value")
+    )
+    scores = jnp.where(np.tri(LENGTH, dtype=bool), query @ key.swapaxes(-1, -2) / (WIDTH / 2) ** 0.5, -jnp.inf)
+    x = x + jnp.einsum("bhtk,hkd->btd", jax.nn.softmax(scores) @ value, params["attention"]["out"]["kernel"])
+    x = x + jax.nn.gelu(x @ params["up"]["kernel"] + params["up"]["bias"]) @ params["down"]["kernel"]
+    return optax.softmax_cross_entropy_with_integer_labels(
+        (x @ params["lm_head"]["kernel"]).astype(jnp.float32), batch[:, 1:]
+    ).mean()
+
+
+def train(params, optimizer, steps, *, state=None, first=0):
+    state = optimizer.init(params) if state is None else state
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss_of)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for t in range(first, first + steps):
+        params, state = step(params, state, tokens(t))
+    return params, state
+
+
+def final_loss(params):
+    return float(loss_of(jax.tree.map(lambda p: p.astype(jnp.float32), params), tokens(10_000, 256)))
+
+
+def run(lr=1.0, steps=40, labels=None, dtype=jnp.float32):
+    schedule = optax.cosine_decay_schedule(lr, steps)
+    optimizer = mechanize(muon(schedule), peak_lr=lr, schedule=schedule, labels=labels)
+    params, state = train(jax.tree.map(lambda p: p.astype(dtype), model()), optimizer, steps)
+    return final_loss(params), state
+
+
+@pytest.mark.parametrize("labels", [None, roles], ids=["one tuner", "one per role"])
+def test_it_trains_alike_with_every_learning_rate(labels):
+    losses, states = zip(*(run(lr, labels=labels) for lr in (1e-4, 1e4)), strict=True)
+    assert max(losses) < 1.2  # from 3; 0.6 is left by the noise
+    assert max(losses) / min(losses) < 1.01
+    if labels:
+        assert sorted(scales(states[0])) == ["embedding", "head", "matrix", "vector"]
+
+
+def test_parameters_have_the_roles_of_their_names_and_shapes():
+    found = roles(model())
+    assert found["embed"] == "embedding"
+    assert {kernel["kernel"] for kernel in found["attention"].values()} == {"matrix"}
+    assert found["up"] == {"kernel": "matrix", "bias": "vector"}
+    assert found["lm_head"] == {"kernel": "head"}
+    leaf = functools.partial(jnp.zeros, dtype=jnp.float32)
+    assert roles({"experts": leaf((4, 3, 2)), "conv": {"kernel": leaf((3, 3, 2, 4))}}) == {
+        "experts": "experts",
+        "conv": {"kernel": "conv"},
+    }
+    assert roles({"odd": leaf((2, 3, 4)), "row": leaf((1, 5))}) == {"odd": "other", "row": "vector"}
+    assert roles({"up": leaf((4, 4))}, {"u*": "head"}) == {"up": "head"}
+
+
+def test_only_matrices_go_to_muon():
+    state = muon(1.0).init(model())
+    inner = state.inner_states["muon"].inner_state.inner_states["muon"].inner_state
+    held = next(part for part in inner if isinstance(part, optax.contrib.MuonState))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(held.mu)}
+    assert shapes == {(16, 2, 8), (2, 8, 16), (16, 64), (64, 16)}
+
+
+def test_attention_is_orthogonal_as_one_matrix():
+    """A dimension for the heads changes nothing but the shape."""
+    params = model()
+    flat = jax.tree.map(lambda p: p.reshape(p.shape[0], -1), {"query": params["attention"]["query"]})
+    deep = {"query": params["attention"]["query"]}
+    updates = [muon(1.0).update(tree, muon(1.0).init(tree), tree)[0]["query"]["kernel"] for tree in (deep, flat)]
+    np.testing.assert_allclose(updates[0].reshape(updates[1].shape), updates[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_resumes_bit_for_bit():
+    optimizer = mechanize(muon(1.0), labels=roles)
+    half = train(model(), optimizer, 3)
+    rest = train(half[0], optimizer, 3, state=half[1], first=3)
+    copied = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), half)
+    assert same_bits(rest, train(copied[0], optimizer, 3, state=copied[1], first=3))
+
+
+def test_frozen_and_released_it_goes_on_alike():
+    base = muon(0.1)
+    optimizer = mechanize(base, peak_lr=0.1, labels=roles)
+    params, state = train(model(), optimizer, 10)
+    frozen, _ = train(params, optimizer, 3, state=freeze(state), first=10)
+    bare, bare_state = release(base, state, labels=roles)
+    released, _ = train(params, bare, 3, state=bare_state, first=10)
+    for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(released), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_parameters_train_as_float32_ones_do():
+    assert run(dtype=jnp.bfloat16)[0] == pytest.approx(run()[0], rel=0.03)
+
+
+def test_held_out_gradients_tune_it():
+    optimizer, params = mechanize(muon(1.0)), model()
+    state = optimizer.init(params)
+    gradient, update = jax.jit(jax.grad(loss_of)), jax.jit(optimizer.update)
+    for t in range(30):
+        updates, state = update(gradient(params, tokens(t)), state, params, observed=gradient(params, tokens(5000 + t)))
+        params = optax.apply_updates(params, updates)
+    assert float(scale(state)) > 0
+    assert final_loss(params) < 1.5
+
+
+def test_what_is_not_known_is_refused_with_what_to_do():
+    odd = {"table": jnp.ones((2, 3, 4)), "up": jnp.ones((4, 4))}
+    with pytest.raises(ValueError, match=r"not known: table; .*overrides=\{'table': 'vector'\}"):
+        mechanize(muon(1.0)).init(odd)
+    with pytest.raises(ValueError, match="table has 3 dimensions"):
+        mechanize(muon(1.0, overrides={"table": "matrix"})).init(odd)
+    with pytest.raises(ValueError, match="no parameter has a name that fits 'tabel'"):
+        mechanize(muon(1.0, overrides={"tabel": "vector", "table": "vector"})).init(odd)
+    with pytest.raises(ValueError, match="none of"):
+        roles(odd, {"table": "vectors"})
+    mechanize(muon(1.0, overrides={"table": "vector"})).init(odd)
+
+
+def test_parts_of_matrices_are_refused():
+    with pytest.raises(ValueError, match="use jit with sharded arrays"):
+        mechanize(muon(1.0), axis_name="shards").init(model())
+
+
+def test_an_older_optax_is_told(monkeypatch):
+    monkeypatch.setattr(optax.contrib, "muon", lambda learning_rate: None)
+    with pytest.raises(RuntimeError, match=r"from 0\.2\.7 on"):
+        muon(1.0)
