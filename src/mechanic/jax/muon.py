@@ -90,8 +90,8 @@ def muon(
     Example:
         >>> import jax.numpy as jnp
         >>> from mechanic.jax import mechanize, muon
-        >>> optimizer = mechanize(muon(1.0))
-        >>> state = optimizer.init({"hidden": jnp.ones((4, 4)), "bias": jnp.ones(4)})
+        >>> optimizer = mechanize(muon(1.0))  # doctest: +SKIP
+        >>> state = optimizer.init({"hidden": jnp.ones((4, 4)), "bias": jnp.ones(4)})  # doctest: +SKIP
     """
     _require_consistent_rms()
     of_matrices = optax.contrib.muon(
