@@ -1,10 +1,12 @@
 """Muon over processes follows one process: where it needs whole matrices, DTensors gather them. Real ones, on gloo."""
 
 import pytest
+import torch
+from filelock import FileLock  # which torch depends on
 from torch import optim
 
 from tests.torch import muon_parallel as jobs
-from tests.torch.test_parallel import assert_followed, run
+from tests.torch.test_parallel import TIMEOUT, assert_followed, run
 
 pytestmark = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon from 2.9 on")
 
@@ -18,14 +20,24 @@ CONTINUED = {  # on so many ranks, under FSDP2: what was saved, on how many
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("muon")
+def folder(tmp_path_factory, worker_id):
+    """One for all workers of pytest-xdist."""
+    if worker_id == "master":
+        return tmp_path_factory.mktemp("muon")
+    shared = tmp_path_factory.getbasetemp().parent / "muon"
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What all jobs found, by the number of ranks: processes are started once for each."""
-    return {ranks: run(ranks, folder / f"{ranks}", list(_jobs(ranks, str(folder)))) for ranks in LAYOUTS}
+    """What all jobs found, by the number of ranks: processes are started once for each, by the first worker."""
+    results = folder / "found.pt"
+    with FileLock(folder / "lock", timeout=4 * TIMEOUT):
+        if not results.exists():
+            every = {ranks: run(ranks, folder / f"{ranks}", list(_jobs(ranks, str(folder)))) for ranks in LAYOUTS}
+            torch.save(every, results)
+    return torch.load(results, weights_only=False)
 
 
 def _jobs(ranks, folder):
