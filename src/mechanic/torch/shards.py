@@ -52,6 +52,14 @@ def set_local(tensor: Tensor, data: Tensor) -> None:
         tensor.data = data
 
 
+def shard_number(p: Any) -> int:
+    """Which of a DTensor's shards this rank holds: the same on ranks that hold the same one."""
+    number = 0
+    for dim in _sharded_dims(p.placements):
+        number = number * p.device_mesh.size(dim) + p.device_mesh.get_local_rank(dim)
+    return number
+
+
 class Reduction:
     """The group of ranks to sum over, and how much of a parameter's local sum counts in it.
 

@@ -169,11 +169,11 @@ def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Ten
         blocks.mul_((LARGEST_CODE**2 / divisor).unsqueeze(1))
     # The squares of whole numbers q and q + 1 are 2 q + 1 apart. A square v between them, with a random fraction of
     # this gap added, reaches the upper one with the probability (v - q^2) / (2 q + 1), which makes its mean v.
-    gaps = squares.sqrt().floor_().mul_(2).add_(1)
+    whole = squares.sqrt().floor_()
     if fractions is None:
-        squares.add_(gaps, alpha=0.5)
+        squares.add_(whole).add_(0.5)
     else:
-        squares.addcmul_(gaps, fractions)
+        squares.addcmul_(whole, fractions, value=2).add_(fractions)
     codes.copy_(squares.sqrt_().copysign_(values))  # which cuts off what follows the point
 
 
