@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from mechanic.integrations import readings
+from mechanic.torch import stored
 from mechanic.tuner import TunerState
 
 SCALES, STEPS = (1 + TunerState._fields.index(name) for name in ("scales", "steps"))  # the betas come first
 DELTA, RESIDUAL = "mechanic_delta", "mechanic_residual"
+
+# How far rounding may take an element of Delta, relative to the largest one, by the dtype that Delta is stored in.
+GAPS = {torch.bfloat16: 2**-7, torch.int8: 2 / 127}
 
 
 def bits(value):
@@ -82,8 +86,24 @@ def wide(tensor):
 
 def delta_of(training, p):
     """A copy of Delta, zero where there is none."""
-    delta = training.optimizer.state.get(p, {}).get(DELTA)
-    return torch.zeros_like(p.detach()) if delta is None else delta.clone()
+    delta = delta_in(training.optimizer.state.get(p, {}))
+    working = torch.promote_types(p.dtype, torch.float32)
+    return torch.zeros_like(p.detach()) if delta is None else delta.to(working, copy=True)
+
+
+def delta_in(state):
+    """Delta as a tensor of numbers, whatever it is stored in; None if there is none."""
+    return stored.decoded(state).get(DELTA)
+
+
+def gap_of(training, p):
+    """How far rounding may take an element of Delta in one step."""
+    state = training.optimizer.state.get(p, {})
+    if DELTA not in state:
+        return 0.0
+    dtype = state[DELTA].dtype
+    precision = GAPS.get(dtype, 2**-23 if dtype == torch.float32 and p.dtype == torch.float64 else 0.0)
+    return 1.1 * precision * delta_in(state).abs().max().item()
 
 
 def has_bad_gradient(groups):
@@ -157,6 +177,8 @@ class Start:
             if former is None or now is None or not training.params[i].requires_grad:
                 continue
             moved, allowed = (now - former).abs().max().item(), rounding(training) * (self._sizes[i] + new_sizes[i])
+            # A step moves x by the Delta that is not rounded yet, so x - S Delta by S times what is rounded.
+            allowed += max(self._sizes[i].scale, new_sizes[i].scale) * gap_of(training, training.params[i])
             assert moved <= allowed, f"x - S Delta of parameter {i} moved by {moved}, rounding allows {allowed}"
         self._points, self._sizes = points, new_sizes
 
@@ -168,7 +190,7 @@ def _points(training):
         for index in training.indices(group):
             p = training.params[index]
             state = training.optimizer.state.get(p, {})
-            points[index] = value_of(p, state) - scale_of(group) * wide(state.get(DELTA, torch.zeros_like(p)))
+            points[index] = value_of(p, state) - scale_of(group) * wide(delta_of(training, p))
     return points
 
 
@@ -189,7 +211,7 @@ def sizes(training):
     for group in training.optimizer.param_groups:
         for index in training.indices(group):
             p = training.params[index]
-            delta = training.optimizer.state.get(p, {}).get(DELTA)
+            delta = delta_in(training.optimizer.state.get(p, {}))
             sizes = [0.0 if tensor is None else tensor.detach().abs().max().item() for tensor in (p, delta)]
             result[index] = Sizes(sizes[0], scale_of(group).item(), sizes[1])
     return result

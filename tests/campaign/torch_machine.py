@@ -43,15 +43,17 @@ class TorchMachine(CheckedMachine):
         grouping=st.sampled_from(list(GROUPINGS)),
         skip_nonfinite=st.booleans(),
         lr=st.sampled_from([1.0, 0.1, 3.0]),
+        delta=st.sampled_from([None, torch.float32, torch.bfloat16, "int8"]),
         seed=seeds,
     )
-    def build(self, dtype, config, grouping, skip_nonfinite, lr, seed):
+    def build(self, dtype, config, grouping, skip_nonfinite, lr, delta, seed):
         groups, per_group = GROUPINGS[grouping]
         options = {
             "config": CONFIGS[config],
             "per_group": per_group,
             "skip_nonfinite": skip_nonfinite,
             "own_iterates": self.base.own_iterates,
+            "delta": delta,
         }
         self.training = Training.start(self.base, dtype, copy.deepcopy(groups), lr, options, seed)
         self.start = checks.Start(self.training)
@@ -315,7 +317,9 @@ class TorchMachine(CheckedMachine):
             self.optimizer.freeze()
             assert checks.bits(self.training.params) == values
             assert self.optimizer.scales() == scales
-            assert not any(checks.DELTA in state for state in self.optimizer.state.values())
+            assert not any(
+                str(key).startswith(checks.DELTA) for state in self.optimizer.state.values() for key in state
+            )
             self.start = checks.Start(self.training)
             self.check()
 

@@ -14,14 +14,19 @@ from mechanic.torch.private import global_hooks_silenced
 
 
 def step_base(
-    base: Optimizer, buckets: list[Bucket], *, scale_lr: bool, instead: Callable[[], Any] | None
+    base: Optimizer,
+    buckets: list[Bucket],
+    *,
+    scale_lr: bool,
+    instead: Callable[[], Any] | None,
+    only_these: bool = False,
 ) -> list[list[Tensor]]:
     """Let the base step on what the buckets lend it, and return that as the base left it.
 
     With ``instead``, that function is called in place of the base's step; it may move all parameters, those without a
-    gradient included. During the call the base sees only its own state. It sees learning rates as fractions of their
-    peak, times the frozen scale if ``scale_lr``. If it fails, only its own state has changed, unless it stepped on
-    Delta itself; the error says so.
+    gradient included. During the call the base sees only its own state, and only the parameters of the buckets if
+    ``only_these``. It sees learning rates as fractions of their peak, times the frozen scale if ``scale_lr``. If it
+    fails, only its own state has changed, unless it stepped on Delta itself; the error says so.
     """
     groups = base.param_groups
     lrs, decays = ([group.get(key) for group in groups] for key in ("lr", "weight_decay"))
@@ -48,7 +53,7 @@ def step_base(
         for bucket in buckets:
             if bucket.has_grad or (instead and bucket.moves):
                 bucket.lend()
-        if instead:  # it may move all parameters it sees, so it sees only those that are lent
+        if instead or only_these:  # it may move all parameters it sees, so it sees only those that are lent
             seen = {p for bucket in buckets if bucket.moves for p in bucket.params}
             for group in groups:
                 group["params"] = [p for p in group["params"] if p in seen]

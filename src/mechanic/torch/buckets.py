@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mechanic.torch.kernels import eager
-from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision, working_dtype
-from mechanic.torch.layout import DELTA, RESIDUAL, ROW, Group
+from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
+from mechanic.torch.kernels.storage import Noises
+from mechanic.torch.layout import DELTA, RESIDUAL
 from mechanic.torch.private import foreach_mul_
-from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, locals_of, set_local
-from mechanic.torch.tuners import rows_of
+from mechanic.torch.shards import locals_of, set_local
 
 
 class Scaling(NamedTuple):
@@ -24,16 +24,7 @@ class Scaling(NamedTuple):
     before: Tensor  # S
     after: Tensor  # S'
     delta_retention: Tensor | None = None  # k, the share of Delta that is kept; None is all of it
-
-
-def mechanic_state_of(p: Tensor, state: dict[str, Tensor], *, frozen: bool) -> dict[str, Tensor]:
-    """What Mechanic keeps of a parameter, from its state or new: Delta, and a residual if it is in half precision."""
-    dtypes = {} if frozen else {DELTA: working_dtype(p.dtype)}
-    if is_half_precision(p.dtype):
-        dtypes[RESIDUAL] = RESIDUAL_DTYPE
-    return {
-        key: state[key].to(dtype) if key in state else torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()
-    }
+    noises: Noises | None = None  # what a stored Delta is rounded with
 
 
 @contextmanager
@@ -110,14 +101,7 @@ class Bucket:
 
     def lend(self) -> None:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
-        if self.steps_on_delta:
-            # Only what the base adds to Delta matters. Meanwhile the parameters hold x_1, and wait for S' Delta'.
-            eager.prepare_delta(self._local_params(), self.deltas, self._before(), self.decay, self._retention())
-            lent = self.deltas
-        else:
-            lent = self._values(copy=True)
-        if self.own_iterates:
-            eager.add_scaled(lent, self.deltas, self._offset_along_delta())
+        lent = self._to_lend()
         grads: list[Tensor | None] = [None] * len(lent)
         wide: list[Tensor | None] = [None] * len(lent)
         if is_half_precision(self.dtype):
@@ -128,6 +112,16 @@ class Bucket:
         for p, data, tensor, grad, wide_grad in zip(self.params, self._data(), lent, grads, wide, strict=True):
             self._originals.append((data, grad))
             repoint(p, tensor, wide_grad)
+
+    def _to_lend(self) -> list[Tensor]:
+        if self.steps_on_delta:
+            # Only what the base adds to Delta matters. Meanwhile the parameters hold x_1, and wait for S' Delta'.
+            eager.prepare_delta(self._local_params(), self.deltas, self._before(), self.decay, self._retention())
+            return self.deltas
+        copies = self._values(copy=True)
+        if self.own_iterates:
+            eager.add_scaled(copies, self.deltas, self._offset_along_delta())
+        return copies
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again. Returns what they were pointed at, as the base left it."""
@@ -157,7 +151,7 @@ class Bucket:
         if not self.moves:
             return
         values = self._values()
-        before, after, delta_retention = self._require_scaling()
+        before, after, delta_retention, _ = self._require_scaling()
         if stepped and self.steps_on_delta:
             eager.add_scaled(values, self.deltas, self._scalar(after))
             return
@@ -175,6 +169,14 @@ class Bucket:
                 foreach_mul_(self.deltas, retention)
             eager.add_scaled(values, self.deltas, change)
         self._store(values)
+
+    def move_back(self) -> None:
+        """After :meth:`move`: from x_1 + S' Delta' to x_1 + S Delta'. The base has failed in a later part."""
+        if self.moves:
+            before, after, _, _ = self._require_scaling()
+            values = self._values()
+            eager.add_scaled(values, self.deltas, self._scalar(before - after))
+            self._store(values)
 
     def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
         """Apply what the base did, times a fixed S, [tuners]; None if the base has applied S already."""
@@ -232,55 +234,3 @@ def repoint(p: Tensor, data: Tensor, grad: Tensor | None) -> None:
         p.grad = None
         p.data = data
         p.grad = grad
-
-
-def buckets_of(
-    groups: list[Group],
-    state: Any,
-    reduction: Reduction,
-    *,
-    frozen: bool,
-    ascends: bool,
-    own_iterates: bool,
-    decays: list[float] | None,
-) -> list[Bucket]:
-    """The trainable parameters and what Mechanic keeps of them, in lists that can be worked on as one.
-
-    ``decays``, by group, are given if the base is to step on Delta.
-    """
-    buckets: dict[tuple[Any, ...], Bucket] = {}
-    rows = rows_of(groups)
-    dtensor = dtensor_class()
-    for group, decay in zip(groups, decays or [0.0] * len(groups), strict=True):
-        row, sign = rows[group[ROW]], -1.0 if group.get("maximize", ascends) else 1.0
-        for p in group["params"]:
-            if not p.requires_grad:
-                continue
-            grad, kept = p.grad, state.get(p, {})
-            _check(p, grad, kept)
-            sharded = dtensor is not None and isinstance(p, dtensor)
-            if sharded:
-                cut_grad_as_parameter(p)
-            has_grad = grad is not None
-            # A parameter that never had a gradient has no state. It has not moved, and will not move now.
-            moves = has_grad or DELTA in kept
-            key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
-            if (bucket := buckets.get(key)) is None:
-                bucket = Bucket(*key, own_iterates=own_iterates, steps_on_delta=decays is not None)
-                buckets[key] = bucket
-            bucket.params.append(p)
-            bucket.mechanic_state.append(mechanic_state_of(p, kept, frozen=frozen) if moves else {})
-    return list(buckets.values())
-
-
-def _check(p: Tensor, grad: Tensor | None, kept: dict[str, Tensor]) -> None:
-    if grad is not None and grad.layout != torch.strided:
-        raise ValueError(
-            f"Mechanic needs dense gradients, got one of layout {grad.layout}; build the embedding with sparse=False"
-        )
-    if DELTA in kept and kept[DELTA].shape != p.shape:
-        raise ValueError(
-            f"a parameter has shape {tuple(p.shape)} now, and its state 'mechanic_delta' still "
-            f"{tuple(kept[DELTA].shape)}; where parameters are resized in mid-training, resize all tensors of "
-            "optimizer.state[p] with them, with zeros for new elements of 'mechanic_delta'"
-        )

@@ -5,15 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mechanic.torch import validation
 from mechanic.torch.buckets import widened
-from mechanic.torch.layout import ROW, STATE_KEYS, TUNER, StateDict, params_of
+from mechanic.torch.layout import DELTA_SCALES, ROW, STATE_KEYS, TUNER, StateDict, params_of
 from mechanic.torch.probe import expected_state
+from mechanic.torch.stored import decoded
 from mechanic.torch.together import options_of
 from mechanic.torch.tuners import MissingParameterCheck, peak_lr_of
 from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import Wrapped
+
+
+def state_dict_of(base: Optimizer) -> StateDict:
+    """The state dict of a base with what Mechanic keeps beside it: references, but for Deltas that are decoded."""
+    state_dict = base.state_dict()
+    state = state_dict["state"]
+    if any(isinstance(entry, dict) and DELTA_SCALES in entry for entry in state.values()):
+        state = {key: decoded(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+        state_dict = {**state_dict, "state": state}
+    return state_dict
 
 
 def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:

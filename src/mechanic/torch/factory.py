@@ -6,8 +6,9 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
@@ -30,6 +31,7 @@ class MechanicOptions(TypedDict, total=False):
     skip_nonfinite: bool
     own_iterates: bool
     process_group: ProcessGroup | None
+    delta: torch.dtype | Literal["int8"] | None
 
 
 class _MechanicType(type):
@@ -52,8 +54,8 @@ def mechanic_class(base_class: type[BaseT]) -> type[MechanicOf[BaseT]]:
     """Make a class whose instances are ``Mechanic(base_class(params, ...))``.
 
     Use it if a trainer asks for a class: ``optimizer_class=RAdam`` becomes ``optimizer_class=mechanic_class(RAdam)``.
-    The options of :class:`Mechanic` (``config=``, ``peak_lr=``, ``per_group=``, ``skip_nonfinite=``, ``own_iterates=``
-    and ``process_group=``) go to Mechanic, all others to the base. If it is called twice with one base it
+    The options of :class:`Mechanic` (``config=``, ``peak_lr=``, ``per_group=``, ``skip_nonfinite=``, ``own_iterates=``,
+    ``process_group=`` and ``delta=``) go to Mechanic, all others to the base. If it is called twice with one base it
     returns the same class. Classes and instances pickle.
 
     Example:

@@ -8,7 +8,7 @@ import torch
 
 from mechanic.torch import tuners
 from mechanic.torch.buckets import Bucket
-from mechanic.torch.layout import DELTA, FROZEN, PEAK_LR, RESIDUAL, params_of
+from mechanic.torch.layout import DELTA, DELTA_SCALES, FROZEN, PEAK_LR, RESIDUAL, params_of
 from mechanic.torch.probe import is_linear_in_lr
 from mechanic.torch.step import sum_by_tuner
 from mechanic.torch.wrapped import BaseT, Wrapped
@@ -29,7 +29,8 @@ def freeze(wrapped: Wrapped[Any]) -> None:
         for group in sharing:
             group[FROZEN] = scales[name]
     for p in params_of(wrapped.groups):
-        wrapped.base.state.get(p, {}).pop(DELTA, None)
+        for key in (DELTA, DELTA_SCALES):
+            wrapped.base.state.get(p, {}).pop(key, None)
 
 
 def release(wrapped: Wrapped[BaseT]) -> BaseT:

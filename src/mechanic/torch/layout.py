@@ -8,7 +8,8 @@ tuner in each param group. Only tensors, numbers and one string are stored, whic
 where                key                         what
 ===================  ==========================  ======================================================
 ``state[p]``         ``mechanic_delta``          Delta, with the shape and placement of p, in float32
-                                                 or more; absent once the scale is frozen
+                                                 or more, or in bfloat16 if it is kept so; absent once
+                                                 the scale is frozen
 ``state[p]``         ``mechanic_residual``       what rounding cut off; of half-precision p only
 ``param_groups[i]``  ``mechanic_format``         1, the number of this layout
 ``param_groups[i]``  ``mechanic_base``           the class name of the base, or of the group's optimizer
@@ -22,6 +23,9 @@ where                key                         what
 ``param_groups[i]``  ``mechanic_own_iterates``   1, if the base steps on iterates of its own
 ``param_groups[i]``  ``d``                       S / peak_lr: ``d * lr`` is the effective learning rate
 ===================  ==========================  ======================================================
+
+In memory, int8 codes stand under ``mechanic_delta``, and their scales beside them under ``mechanic_delta_scales``. A
+checkpoint has these decoded, in float32: blocks of codes could not be sharded anew. Loading makes the same codes of it.
 
 A checkpoint is checked as a whole before anything changes. A ValueError names the entry that does not fit.
 """
@@ -37,8 +41,9 @@ from torch import Tensor
 FORMAT = 1
 
 DELTA = "mechanic_delta"
+DELTA_SCALES = "mechanic_delta_scales"
 RESIDUAL = "mechanic_residual"
-STATE_KEYS = (DELTA, RESIDUAL)
+STATE_KEYS = (DELTA, DELTA_SCALES, RESIDUAL)
 
 TUNER = "mechanic_tuner"
 ROW = "mechanic_row"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from mechanic.torch import capture, checkpoint, freezing, step, tuners
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
 from mechanic.torch.layout import Group, StateDict
 from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
+from mechanic.torch.stored import check_choice
 from mechanic.torch.together import switch_of
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import TunerConfig
@@ -69,6 +70,9 @@ class Mechanic(Optimizer, Generic[BaseT]):
             without it. The base's weight decay then acts on its own iterates, unscaled.
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
+        delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
+            parameter. It is rounded stochastically, without torch's random numbers. By default Delta is in float32, or
+            in the parameter's dtype if that is wider; complex parameters always have it so.
 
     Example:
         >>> import torch
@@ -106,15 +110,17 @@ class Mechanic(Optimizer, Generic[BaseT]):
         skip_nonfinite: bool = False,
         own_iterates: bool = False,
         process_group: ProcessGroup | None = None,
+        delta: torch.dtype | Literal["int8"] | None = None,
     ) -> None:
         refuse_unsuitable(base)
         if peak_lr is not None and not 0 < peak_lr < math.inf:
             raise ValueError(f"peak_lr must be a positive learning rate, got {peak_lr}")
+        check_choice(delta)
         config = TunerConfig.of(config)
         if own_iterates := own_iterates or keeps_own_iterates(base):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
         options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group
-        wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
+        wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None, delta=delta)
         wrapped.begin()
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__({"_wrapped": wrapped})
@@ -262,7 +268,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def state_dict(self) -> StateDict:
         """The base's state dict. :mod:`mechanic.torch.layout` lists what Mechanic adds to it."""
-        state_dict: StateDict = run_state_dict_hooks(self, self.base.state_dict)
+        state_dict: StateDict = run_state_dict_hooks(self, lambda: checkpoint.state_dict_of(self.base))
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -63,6 +63,14 @@ def is_split_too_far(p: Tensor) -> bool:
     return any(p.shape[dim] < count for dim, count in ranks.items())
 
 
+def shard_number(p: Any) -> int:
+    """Which of a DTensor's shards this rank holds: the same on ranks that hold the same one."""
+    number = 0
+    for dim in _sharded_dims(p.placements):
+        number = number * p.device_mesh.size(dim) + p.device_mesh.get_local_rank(dim)
+    return number
+
+
 class Reduction:
     """The group of ranks to sum over, and how much of a parameter's local sum counts in it.
 

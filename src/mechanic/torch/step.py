@@ -12,6 +12,7 @@ from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.shards import Reduction
+from mechanic.torch.stored import parts_of
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
 
@@ -47,13 +48,12 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
     rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
     retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
-    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention)
+    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, wrapped.noises(tuner))
 
     # Let the base step, and scale what it did.
     for bucket in buckets:
         bucket.scale_with(scaling)
-    for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
-        bucket.move(stepped)
+    _step_and_move(wrapped, buckets)
 
     # Remember.
     tuners.write_tuners(wrapped.groups, betas, tuned)
@@ -76,11 +76,27 @@ def observe(wrapped: Wrapped[Any]) -> None:
 def switch_mode(wrapped: Wrapped[Any], switch: Any) -> None:
     """Let the base move its own iterates (``train()``, ``eval()``), and move the parameters by S times as much."""
     buckets = wrapped.reduction_and_buckets()[1]
-    scale = total_scale(wrapped.read_tuners(buckets)[1], torch)
+    tuner = wrapped.read_tuners(buckets)[1]
+    scale = total_scale(tuner, torch)
     for bucket in buckets:
-        bucket.scale_with(Scaling(scale, scale))
+        bucket.scale_with(Scaling(scale, scale, noises=wrapped.noises(tuner)))
     for bucket, copies in zip(buckets, wrapped.step_base(buckets, instead=switch), strict=True):
         bucket.move(copies)
+
+
+def _step_and_move(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
+    """Let the base step, and scale what it did; part by part where Deltas are decoded for it."""
+    parts = parts_of(buckets)
+    moved: list[Bucket] = []
+    try:
+        for part in parts:
+            for bucket, stepped in zip(part, wrapped.step_base(part, only_these=len(parts) > 1), strict=True):
+                bucket.move(stepped)
+            moved += part
+    except BaseException:
+        for bucket in moved:
+            bucket.move_back()
+        raise
 
 
 def sum_by_tuner(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:

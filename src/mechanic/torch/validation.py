@@ -249,8 +249,8 @@ def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes)
             raise ValueError(f"{where}[{name!r}] must be a tensor of shape {tuple(p.shape)}, got one {kind}")
         if value.is_complex() != p.is_complex() or not (value.is_complex() or value.is_floating_point()):
             raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and the parameter {p.dtype}")
-        if name == DELTA and is_half_precision(value.dtype):
-            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in at least float32")
+        if name == DELTA and is_half_precision(value.dtype) and value.dtype != torch.bfloat16:
+            raise ValueError(f"{where}[{name!r}] has dtype {value.dtype}, and is kept in bfloat16 or at least float32")
         _require_finite(f"{where}[{name!r}]", value)
     for name, shape in expected.items():
         if name not in entry:

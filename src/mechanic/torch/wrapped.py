@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
 from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, refuse_parts_of_matrices
-from mechanic.torch.buckets import Bucket, buckets_of, mechanic_state_of, widened
+from mechanic.torch.buckets import Bucket, widened
+from mechanic.torch.grouping import buckets_of, mechanic_state_of
 from mechanic.torch.kernels.eager import is_on_host
-from mechanic.torch.kernels.rounding import is_half_precision
+from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
+from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
+from mechanic.torch.stored import dtype_of_delta
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
 from mechanic.tuner import SUMS, TunerConfig, TunerState
@@ -43,6 +46,7 @@ class Wrapped(Generic[BaseT]):
     process_group: ProcessGroup | None
     peak_is_settled: bool = False  # the first step has been made, so the peak of the schedule is known
     observed: dict[int, Tensor] | None = None  # this rank's sums for the next step, [5] by row of the tuner
+    delta: torch.dtype | str | None = None  # what Delta is stored in; None is the working dtype
 
     # Everything below is made anew in a copy and when unpickled.
     elements: int = field(default=0, init=False)  # of the parameters that the optimizer was built with
@@ -149,6 +153,10 @@ class Wrapped(Generic[BaseT]):
         # A step with lr = 0 moves nothing: torch.distributed.checkpoint makes one before it loads.
         self.peak_is_settled = not all(group.get("lr") == 0.0 for group in self.groups)
 
+    def noises(self, tuner: TunerState) -> Noises | None:
+        """What stored Deltas are rounded with in this step; every step has its number, finite or not."""
+        return None if self.delta is None else Noises(tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0])
+
     # Parameters.
 
     def reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
@@ -164,12 +172,21 @@ class Wrapped(Generic[BaseT]):
             ascends=ascends(self.base),
             own_iterates=self.own_iterates,
             decays=decays,
+            delta=self.delta,
         )
         return self._reduction, buckets
 
     def decays_beside_delta(self) -> list[float] | None:
         """Weight decay by group if the base is to step on Delta itself, see :func:`decoupled_decays`; else None."""
-        return None if self.own_iterates or self.has_half_precision() else decoupled_decays(self.base)
+        return None if self.own_iterates or self._needs_copies() else decoupled_decays(self.base)
+
+    def _needs_copies(self) -> bool:
+        """Whether a parameter is in half precision, which cannot hold x_1 for the time of the base's step.
+
+        It need not if Delta is stored and the base steps on a decoded one.
+        """
+        dtypes = {p.dtype for p in params_of(self.groups) if p.requires_grad}
+        return any(is_half_precision(t) and dtype_of_delta(t, self.delta) == working_dtype(t) for t in dtypes)
 
     def complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is complete.
@@ -178,7 +195,7 @@ class Wrapped(Generic[BaseT]):
         """
         for p in params_of(self.groups):
             if state := self.base.state.get(p):
-                state.update(mechanic_state_of(p, state, frozen=self.is_frozen))
+                state.update(mechanic_state_of(p, state, frozen=self.is_frozen, delta=self.delta))
 
     def require_all_gradients(self) -> None:
         """Raise inside a backward pass if gradients are still to come: the sums would lack them."""
@@ -195,11 +212,16 @@ class Wrapped(Generic[BaseT]):
     # The base's own step.
 
     def step_base(
-        self, buckets: list[Bucket], *, scale_lr: bool = False, instead: Callable[[], Any] | None = None
+        self,
+        buckets: list[Bucket],
+        *,
+        scale_lr: bool = False,
+        instead: Callable[[], Any] | None = None,
+        only_these: bool = False,
     ) -> list[list[Tensor]]:
         """See :func:`mechanic.torch.base_step.step_base`."""
         with self._direct_steps.expected() if self._direct_steps else nullcontext():
-            return step_base(self.base, buckets, scale_lr=scale_lr, instead=instead)
+            return step_base(self.base, buckets, scale_lr=scale_lr, instead=instead, only_these=only_these)
 
     def watch_direct_steps(self, *, watch: bool = True) -> None:
         """Warn if somebody calls the base's ``step`` directly; or stop watching."""

@@ -15,6 +15,7 @@ from mechanic.torch.buckets import Bucket
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import DELTA, RESIDUAL
 from mechanic.torch.shards import Reduction
+from mechanic.torch.stored import StoredBucket
 from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import TunerConfig
@@ -30,7 +31,7 @@ TOLERANCE = 1e-4
 
 def takes(buckets: list[Bucket], eager: Step) -> bool:
     """Whether the kernels are to make a step on these parameters, instead of ``eager``."""
-    if not buckets:
+    if not buckets or any(isinstance(bucket, StoredBucket) for bucket in buckets):
         return False
     device, wish = buckets[0].device, os.environ.get(VARIABLE, "")
     if wish == "triton":

@@ -57,13 +57,13 @@ def measure(
             torch.dot(x, x),
             none if d is None else torch.dot(d, d),
         ]
-    delta_grad, *others = _total(parts, 5, device).unbind()
+    delta_grad, *others = total(parts, 5, device).unbind()
     return torch.stack([sign * delta_grad, *others])
 
 
 def dot(a: list[Tensor], b: list[Tensor], device: torch.device) -> Tensor:
     """The sum of Re<a_i, b_i> over two lists of equal shapes, as a 0-dim tensor in the tuner's dtype."""
-    return _total([torch.dot(x, y) for x, y in _joined(a, b)], 1, device).squeeze(0)
+    return total([torch.dot(x, y) for x, y in _joined(a, b)], 1, device).squeeze(0)
 
 
 def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -71,7 +71,7 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     return dot(tensors, tensors, device) if takes_pieces(device) else whole.squared_norm(tensors, device)
 
 
-def _total(parts: list[Tensor], width: int, device: torch.device) -> Tensor:
+def total(parts: list[Tensor], width: int, device: torch.device) -> Tensor:
     """The sums of ``width`` columns, [width], of parts that are listed row by row."""
     dtype = tuner_dtype(device)
     if not parts:

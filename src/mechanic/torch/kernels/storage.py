@@ -1,0 +1,195 @@
+"""Delta in fewer bytes: bfloat16, or int8 with a scale for every block.
+
+Rounding is stochastic: a number between two that can be stored becomes the upper or the lower one, with probabilities
+that make the mean right. Rounding to nearest would lose for good what a step adds below the last bit. Loading a
+checkpoint rounds to nearest, so that what was stored before comes back bit for bit.
+
+In int8 a block of :data:`BLOCK` elements keeps the magnitude of its largest element, m, and for every element a code c
+from -127 to 127 that stands for sign(c) (c / 127)^2 m. The square puts half of
+the codes below a quarter of m.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.kernels.whole import flat_views
+
+BLOCK = 256
+"""Elements that share a scale: 4 bytes in 256 are 1.6 % of the memory."""
+
+LARGEST_CODE = 127
+
+SMALLEST_SCALE = 1e-30
+"""Below it 1 / scale would overflow. Elements smaller than about 1e-34 become 0 or 6e-35."""
+
+ROW = 1 << 15
+"""Elements that each get another random number, before these are used again in another order. A multiple of BLOCK."""
+
+_FRACTIONS = 1 << 14
+"""So many different random fractions. Their distance from 0 and 1 is more than the rounding of a code in float32, so a
+code that does not change stays as it is."""
+
+_CUT = 1 << 16  # bfloat16 is the upper half of a float32
+
+
+class Stored(NamedTuple):
+    """The Delta of one tensor, or of a part of it that begins at a multiple of ROW."""
+
+    codes: Tensor  # bfloat16, int8 or float32
+    scales: Tensor | None = None  # [blocks], of int8
+    number: int = 0  # of the tensor, so that tensors round differently
+    first: int = 0  # which element of the tensor the codes begin with
+
+    def part(self, first: int, end: int) -> Stored:
+        """Some elements of flat codes, from a multiple of ROW on."""
+        scales = None if self.scales is None else self.scales[first // BLOCK : blocks_in(end)]
+        return Stored(self.codes[first:end], scales, self.number, self.first + first)
+
+
+def blocks_in(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+class Noise:
+    """Random numbers as a function of step, tensor and element. torch's generators are not used.
+
+    Every ROW elements get the numbers from 0 to ROW - 1 in an order that depends on the step, so their mean is exact.
+    Where in this order a row begins depends on the tensor and on the row. ``step`` may be a 0-dim tensor on the device,
+    which is then not waited for.
+    """
+
+    def __init__(self, step: int | Tensor, device: torch.device) -> None:
+        self._order = _shuffled(step, device)  # [ROW]
+
+    def fractions(self, stored: Stored) -> Tensor:
+        """Between 0 and 1, for every element."""
+        return _rows(self._all_fractions, stored)
+
+    def low_bits(self, stored: Stored) -> Tensor:
+        """Between 0 and 2^16, for every element."""
+        return _rows(self._all_low_bits, stored)
+
+    @cached_property
+    def _all_fractions(self) -> Tensor:
+        numbers = self._order.bitwise_right_shift(ROW.bit_length() - _FRACTIONS.bit_length())
+        return numbers.to(torch.float32).add_(0.5).div_(_FRACTIONS).repeat(2)
+
+    @cached_property
+    def _all_low_bits(self) -> Tensor:
+        return self._order.mul(_CUT // ROW).add_(_CUT // ROW // 2).repeat(2)
+
+
+class Noises:
+    """The noise of one step by tuner, which counts its own steps, and by device. Made when it is first needed."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts  # [tuners]
+        self._made: dict[tuple[int, torch.device], Noise] = {}
+
+    def of(self, row: int, device: torch.device) -> Noise:
+        if (row, device) not in self._made:
+            count = self._counts[row].to(device, torch.int64)
+            self._made[row, device] = Noise(int(count) if device.type == "cpu" else count, device)
+        return self._made[row, device]
+
+
+def _rows(twice: Tensor, stored: Stored) -> Tensor:
+    count, first = stored.codes.numel(), stored.first // ROW
+    starts = [_mixed(row, stored.number) & (ROW - 1) for row in range(first, first + -(-count // ROW))]
+    if len(starts) == 1:
+        return twice[starts[0] : starts[0] + count]
+    return torch.cat([twice[start : start + ROW] for start in starts])[:count]
+
+
+def _shuffled(step: int | Tensor, device: torch.device) -> Tensor:
+    """The numbers from 0 to ROW - 1 in an order that depends on the step, int32."""
+    mask, half = ROW - 1, ROW.bit_length() // 2
+    order = torch.arange(ROW, dtype=torch.int32, device=device)
+    for turn in range(3):  # each of these maps the numbers one to one
+        factor, offset = (_mixed(step, 2 * turn + which) & mask for which in (0, 1))
+        order = order.mul_(factor | 1).add_(offset).bitwise_and_(mask)
+        order = order.bitwise_xor_(order >> half)
+    return order
+
+
+def _mixed(number: Any, salt: int) -> Any:
+    """A hash of two numbers, 31 bits; of a tensor the same as of an int."""
+    mask = (1 << 31) - 1
+    mixed = (number + 0x2545F491 * (salt + 1)) & mask
+    for factor in (0x1B873593, 0x2C1B3C6D, 0x297A2D39):
+        mixed = ((mixed ^ (mixed >> 15)) * factor) & mask
+    return mixed ^ (mixed >> 16)
+
+
+def decode(stored: Stored) -> Tensor:
+    """In float32, with the shape and memory order of the codes."""
+    codes = stored.codes
+    if stored.scales is None:
+        return codes.to(torch.float32, copy=True)
+    values = torch.empty_like(codes, dtype=torch.float32)
+    flat = _flat(values)
+    flat.copy_(_flat(codes)).mul_(1 / LARGEST_CODE)
+    flat.mul_(flat.abs())
+    for blocks, scales in _blocks(flat, stored.scales):
+        blocks.mul_(scales.unsqueeze(1))
+    return values
+
+
+def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
+    """Round into the codes: stochastically, or to nearest without ``noise``.
+
+    Of values that are not finite, int8 keeps the scale of their block so, and the whole block is not finite then.
+    """
+    codes = _flat(stored.codes)
+    if not codes.numel():
+        return
+    if values.dtype != torch.float32 or values.stride() != stored.codes.stride():
+        values = torch.empty_like(stored.codes, dtype=torch.float32).copy_(values)
+    flat = _flat(values)
+    if stored.scales is not None:
+        _encode_blocks(flat, codes, stored.scales, None if noise is None else noise.fractions(stored))
+    elif codes.dtype == torch.bfloat16 and noise is not None:
+        bits = flat.view(torch.int32) + noise.low_bits(stored)
+        codes.copy_(bits.bitwise_and_(-_CUT).view(torch.float32))
+    else:
+        codes.copy_(flat)
+
+
+def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor | None) -> None:
+    squares = values.abs()  # of codes that are not whole numbers yet
+    for blocks, kept in _blocks(squares, scales):
+        largest = blocks.amax(1)
+        divisor = largest.clamp_min(SMALLEST_SCALE)
+        kept.copy_(torch.where(largest == 0, largest, divisor))
+        blocks.mul_((LARGEST_CODE**2 / divisor).unsqueeze(1))
+    # The squares of whole numbers q and q + 1 are 2 q + 1 apart. A square v between them, with a random fraction of
+    # this gap added, reaches the upper one with the probability (v - q^2) / (2 q + 1), which makes its mean v.
+    whole = squares.sqrt().floor_()
+    if fractions is None:
+        squares.add_(whole).add_(0.5)
+    else:
+        squares.addcmul_(whole, fractions, value=2).add_(fractions)
+    codes.copy_(squares.sqrt_().copysign_(values))  # which cuts off what follows the point
+
+
+def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Full blocks and their scales, [blocks, BLOCK] and [blocks]; then the last one, if it is shorter."""
+    full = len(flat) // BLOCK
+    parts = [(flat[: full * BLOCK].view(full, BLOCK), scales[:full])] if full else []
+    if len(flat) % BLOCK:
+        parts.append((flat[full * BLOCK :].unsqueeze(0), scales[full:]))
+    return parts
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of memory. Codes have no gaps between them: ``zeros_like`` made them."""
+    if tensor.ndim == 1:
+        return tensor
+    views = flat_views([tensor])
+    assert views is not None, "codes without gaps"
+    return views[0]

@@ -1,0 +1,171 @@
+"""Parameters whose Delta is stored in fewer bytes than the parameters' working dtype has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mechanic.torch.buckets import Bucket
+from mechanic.torch.kernels import stored as kernels
+from mechanic.torch.kernels.rounding import working_dtype
+from mechanic.torch.kernels.storage import Noise, Stored, blocks_in, decode, encode
+from mechanic.torch.layout import DELTA, DELTA_SCALES
+from mechanic.torch.shards import is_dtensor, locals_of
+
+INT8 = "int8"
+CHOICES = (None, torch.float32, torch.bfloat16, INT8)
+"""What Mechanic's ``delta`` can be."""
+
+PART = 1 << 20
+"""Elements that a base which steps on Delta is lent at a time: 4 MB of a decoded Delta, or one larger tensor."""
+
+
+def check_choice(delta: Any) -> None:
+    if not (delta is None or (isinstance(delta, torch.dtype | str) and delta in CHOICES)):
+        raise ValueError(f"delta must be torch.float32, torch.bfloat16 or 'int8', got {delta!r}")
+
+
+def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch.dtype:
+    """What Delta of a parameter is stored in. That of complex parameters is always in their working dtype."""
+    working = working_dtype(dtype)
+    if delta is None or dtype.is_complex:
+        return working
+    chosen = torch.int8 if isinstance(delta, str) else delta
+    return chosen if chosen.itemsize < working.itemsize else working
+
+
+def delta_state_of(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Delta of a parameter in a dtype, from its state or new; a Delta in another dtype is rounded to nearest."""
+    found = state.get(DELTA)
+    if dtype != torch.int8:
+        return {DELTA: torch.zeros_like(p, dtype=dtype) if found is None else found.to(dtype)}
+    if found is not None and DELTA_SCALES in state:
+        return {key: state[key] for key in (DELTA, DELTA_SCALES)}
+    codes = torch.zeros_like(p, dtype=dtype)
+    local = _local(codes)
+    scales = torch.zeros(blocks_in(local.numel()), device=local.device)
+    if found is not None:
+        encode(_local(found), Stored(local, scales))
+    return {DELTA: codes, DELTA_SCALES: scales}
+
+
+def decoded(entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as a checkpoint has it: with Delta in float32 in place of codes and scales."""
+    if DELTA_SCALES not in entry:
+        return entry
+    delta = torch.empty_like(entry[DELTA], dtype=torch.float32)
+    _local(delta).copy_(decode(Stored(_local(entry[DELTA]), entry[DELTA_SCALES])))
+    kept = {key: value for key, value in entry.items() if key != DELTA_SCALES}
+    return {**kept, DELTA: delta}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return locals_of([tensor], sharded=is_dtensor(tensor))[0]
+
+
+@dataclass
+class StoredBucket(Bucket):
+    """A bucket whose Deltas are decoded where they are needed, and encoded once they have changed.
+
+    The parameters stay as they are until the base has stepped, also if it steps on Delta, which is then a decoded one:
+    so a base that fails has changed nothing but its own state.
+    """
+
+    numbers: list[int] = field(default_factory=list)  # of the parameters, for rounding
+
+    @property
+    def stored(self) -> list[Stored]:
+        lists = zip(self.deltas, self.mechanic_state, self.numbers, strict=True)
+        return [Stored(codes, kept.get(DELTA_SCALES), number) for codes, kept, number in lists]
+
+    def measure(self) -> Tensor:
+        if not self.moves:
+            return super().measure()
+        sums = kernels.measure(self._local_params(), self._grads(), self.stored, self.sign, self.device)
+        return sums if self.weight == 1 else sums * self.weight
+
+    def _to_lend(self) -> list[Tensor]:
+        if self.steps_on_delta:
+            values = self._values() if self.decay else []
+            dtype = working_dtype(self.dtype)
+            return kernels.working_deltas(self.stored, dtype, self._retention(), values, self.decay)
+        copies = self._values(copy=True)
+        if self.own_iterates:
+            kernels.add_scaled(copies, self.stored, self._offset_along_delta())
+        return copies
+
+    def give_up(self, stepped: list[Tensor], forgotten: set[Tensor]) -> None:
+        """Nothing has changed."""
+
+    def move(self, stepped: list[Tensor]) -> None:
+        if not self.moves:
+            return
+        values = self._values()
+        before, after, delta_retention, _ = self._require_scaling()
+        retention = self._retention()
+        if stepped and self.steps_on_delta:
+            scales = self._scalar(before), self._scalar(after)
+            kernels.move_along(values, stepped, self.stored, *scales, self._noise())
+            self._store(values)
+            return
+        if stepped and self.own_iterates:
+            kernels.add_scaled(stepped, self.stored, -self._offset_along_delta())
+        if delta_retention is not None:
+            before = before / delta_retention
+        change = self._scalar(after - before)
+        if stepped:
+            scale = self._scalar(before)
+            kernels.combine(values, stepped, self.stored, scale, change, retention, self._noise())
+        else:
+            kernels.rescale(values, self.stored, change, retention, self._noise())
+        self._store(values)
+
+    def move_back(self) -> None:
+        if self.moves:
+            values = self._values()
+            before, after, _, _ = self._require_scaling()
+            kernels.add_scaled(values, self.stored, self._scalar(before - after))
+            self._store(values)
+
+    def split(self, most: int) -> Iterator[StoredBucket]:
+        """Buckets of at most so many elements, or of one tensor that has more."""
+        first = elements = 0
+        for index, p in enumerate(self._local_params()):
+            if index > first and elements + p.numel() > most:
+                yield self._some(first, index)
+                first, elements = index, 0
+            elements += p.numel()
+        yield self._some(first, len(self.params))
+
+    def _some(self, first: int, end: int) -> StoredBucket:
+        lists = {name: getattr(self, name)[first:end] for name in ("params", "mechanic_state", "numbers")}
+        return replace(self, _originals=[], **lists)
+
+    def _noise(self) -> Noise:
+        noises = self._require_scaling().noises
+        assert noises is not None, "the step knows of stored Deltas"
+        return noises.of(self.row, self.device)
+
+
+def parts_of(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Buckets that a base is to be lent one after the other, so that few Deltas are decoded at a time.
+
+    Only a base that is known to step every parameter by itself steps on Delta; any other gets all in one part.
+    """
+    if not any(isinstance(bucket, StoredBucket) and bucket.steps_on_delta for bucket in buckets):
+        return [buckets]
+    parts: list[list[Bucket]] = [[]]
+    elements = 0
+    for bucket in buckets:
+        for some in bucket.split(PART) if isinstance(bucket, StoredBucket) else (bucket,):
+            size = sum(p.numel() for p in some.params) if some.has_grad else 0
+            if parts[-1] and elements + size > PART:
+                parts.append([])
+                elements = 0
+            parts[-1].append(some)
+            elements += size
+    return parts
