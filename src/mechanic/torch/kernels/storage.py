@@ -180,6 +180,8 @@ def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Ten
 def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Full blocks and their scales, [blocks, BLOCK] and [blocks]; then the last one, if it is shorter."""
     full = len(flat) // BLOCK
+    if full * BLOCK == len(flat):
+        return [(flat.view(full, BLOCK), scales)]
     parts = [(flat[: full * BLOCK].view(full, BLOCK), scales[:full])] if full else []
     if len(flat) % BLOCK:
         parts.append((flat[full * BLOCK :].unsqueeze(0), scales[full:]))
