@@ -1,11 +1,13 @@
 """What Delta in fewer bytes takes and what it costs: the tables of memory.md.
 
-``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator. ``losses`` trains
-tasks of the suite; without names, all that are listed below.
+``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator. ``time`` measures
+the processor time of a step on one thread. ``losses`` trains tasks of the suite; without names, all that are listed
+below.
 """
 
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -39,7 +41,31 @@ def print_bytes():
             elements = sum(p.numel() for p in params)
             kept, _ = allocations(lambda: [optimizer.step() for _ in range(3)])  # noqa: B023
             _, most = allocations(optimizer.step)
-            print(f"{dtype} {name:10s} kept {kept / elements:6.3f}  at most {most / 1e6:5.1f} MB in passing", flush=True)
+            print(
+                f"{dtype} {name:10s} kept {kept / elements:6.3f}  at most {most / 1e6:5.1f} MB in passing", flush=True
+            )
+
+
+def print_time():
+    """Nanoseconds per parameter, the least of several steps that take turns; of a small transformer's shapes."""
+    shapes = [*[(512, 512)] * 24, *[(2048, 512)] * 6, *[(512,)] * 40, (10_000, 512)]
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    for fused in (False, True):
+        optimizers = {}
+        for name, delta in {"bare AdamW": None, **STORAGES}.items():
+            params = [torch.nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes]
+            for p in params:
+                p.grad = torch.randn_like(p)
+            base = torch.optim.AdamW(params, lr=1.0, fused=fused)
+            optimizers[name] = base if name == "bare AdamW" else Mechanic(base, delta=delta)
+        least = dict.fromkeys(optimizers, float("inf"))
+        for _ in range(8):
+            for name, optimizer in optimizers.items():
+                start = time.process_time()
+                optimizer.step()
+                least[name] = min(least[name], time.process_time() - start)
+        found = ", ".join(f"{name} {1e9 * seconds / elements:.1f}" for name, seconds in least.items())
+        print(f"{'fused' if fused else 'foreach'}: {found} ns per parameter", flush=True)
 
 
 def final_loss(task, base, delta, seed):
@@ -76,5 +102,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "bytes":
         print_bytes()
+    elif sys.argv[1] == "time":
+        print_time()
     else:
         print_losses(sys.argv[2:])
