@@ -36,6 +36,10 @@ def on_copies(base: Optimizer, **options: Any) -> Mechanic:
     return Mechanic(base, **options)
 
 
+def in_int8(base: Optimizer, **options: Any) -> Mechanic:
+    return Mechanic(base, delta="int8", **options)
+
+
 def paths_of(base: Base) -> list[Wrap]:
     """The ways to wrap a base that lead to different code."""
     return [by_default, on_copies] if base.name in ON_DELTA else [by_default]
@@ -45,19 +49,23 @@ def steps_on_delta(base: Base, wrap: Wrap) -> bool:
     return base.name in ON_DELTA and wrap is not on_copies
 
 
+def _case(base: Base, wrap: Wrap) -> Any:
+    return pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"))
+
+
 def _cases(wanted: Callable[[Base, Wrap], bool]) -> list[Any]:
-    return [
-        pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"))
-        for base in BASES
-        for wrap in paths_of(base)
-        if wanted(base, wrap)
-    ]
+    return [_case(base, wrap) for base in BASES for wrap in paths_of(base) if wanted(base, wrap)]
 
 
 both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
 """For tests that name a base themselves, one of ON_DELTA."""
 
 every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
+every_path_and_int8 = pytest.mark.parametrize(
+    ("base", "wrap"), [*_cases(lambda base, wrap: True), *(_case(base, in_int8) for base in BASES)]
+)
+"""Also with Delta in int8, whose rounding the test must allow."""
+
 every_path_without_hooks = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: wrap is not on_copies))
 
 

@@ -16,6 +16,7 @@ from tests.torch.paths import (
     assert_updated_by,
     deltas_of,
     every_path,
+    every_path_and_int8,
     every_path_without_hooks,
     failing,
     steps_on_delta,
@@ -37,7 +38,7 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@every_path
+@every_path_and_int8
 def test_trains(base: Base, wrap):
     losses = []
     for first in (0, 100, 200):  # batches: so early S still swings, and one run tells little
@@ -93,7 +94,7 @@ def test_a_scheduler_attached_before_wrapping_does_not_change_the_unit(base: Bas
     assert scale(optimizer) > 0
 
 
-@every_path
+@every_path_and_int8
 def test_grad_scaler_skips_a_step_with_inf_without_a_trace(base: Base, wrap):
     def run(poisoned: bool):
         model = base.model()
@@ -133,7 +134,7 @@ def test_accumulated_and_clipped_gradients(base: Base, wrap):
     assert train_loss(model) < start / 1.5
 
 
-@every_path
+@every_path_and_int8
 def test_closure_gives_the_same_bits_and_its_loss(base: Base, wrap):
     models = base.model(), base.model()
     optimizers = [wrap(base.make(model.parameters())) for model in models]
@@ -161,7 +162,7 @@ def trained_with_signed_gradients(model, optimizer, sign):
     return weights(model)
 
 
-@every_path
+@every_path_and_int8
 def test_maximize_mirrors_minimize_where_the_bare_base_does(base: Base, wrap):
     if not base.has_maximize:
         pytest.skip(f"{base.name} cannot ascend")
@@ -192,7 +193,7 @@ def recorded_calls(model, optimizer, *registrations):
     return calls
 
 
-@every_path
+@every_path_and_int8
 def test_every_hook_fires_once_per_step(base: Base, wrap):
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
@@ -234,7 +235,7 @@ def takes_a_late_group(base):
     train(model, bare, 1)
 
 
-@every_path
+@every_path_and_int8
 def test_a_group_added_in_mid_training_joins_the_tuner(base: Base, wrap):
     model = base.model()
     first, second = model[0].parameters(), model[2].parameters()
@@ -300,7 +301,7 @@ def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base, wrap)
     assert moved.any()
 
 
-@every_path
+@every_path_and_int8
 def test_frozen_layers_do_not_count(base: Base, wrap):
     models = base.model(), base.model()
     models[0][0].requires_grad_(False)
@@ -311,7 +312,7 @@ def test_frozen_layers_do_not_count(base: Base, wrap):
     assert same_bits(weights(models[0]), weights(models[1]))
 
 
-@every_path
+@every_path_and_int8
 def test_a_step_without_any_gradient_changes_nothing(base: Base, wrap):
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
@@ -325,7 +326,7 @@ def test_a_step_without_any_gradient_changes_nothing(base: Base, wrap):
     assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
 
 
-@every_path
+@every_path_and_int8
 def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base, wrap):
     """torch.distributed.checkpoint makes such a step to fill the state of an optimizer it will load into."""
     model = base.model()
@@ -468,7 +469,7 @@ def test_a_base_that_raises_after_it_has_moved_something_does_not_part_parameter
     assert not same_bits(before, weights(model))
 
 
-@every_path
+@every_path_and_int8
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["at once", "halfway", "at the end"])
 def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base, wrap, share):
     if base.name == "SGD fused" and share == 0.5:

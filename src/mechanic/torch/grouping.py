@@ -44,13 +44,13 @@ def buckets_of(
     buckets: dict[tuple[Any, ...], Bucket] = {}
     rows = rows_of(groups)
     dtensor = dtensor_class()
-    number = -1
+    number = -1  # of the parameter among those that are trained
     for group, decay in zip(groups, decays or [0.0] * len(groups), strict=True):
         row, sign = rows[group[ROW]], -1.0 if group.get("maximize", ascends) else 1.0
         for p in group["params"]:
-            number += 1
             if not p.requires_grad:
                 continue
+            number += 1
             grad, kept = p.grad, state.get(p, {})
             _check(p, grad, kept)
             sharded = dtensor is not None and isinstance(p, dtensor)

@@ -126,12 +126,12 @@ def _mixed(number: Any, salt: int) -> Any:
     return mixed ^ (mixed >> 16)
 
 
-def decode(stored: Stored) -> Tensor:
-    """In float32, with the shape and memory order of the codes."""
+def decode(stored: Stored, out: Tensor | None = None) -> Tensor:
+    """In float32, with the shape and memory order of the codes; ``out`` has to have these."""
     codes = stored.codes
+    values = torch.empty_like(codes, dtype=torch.float32) if out is None else out
     if stored.scales is None:
-        return codes.to(torch.float32, copy=True)
-    values = torch.empty_like(codes, dtype=torch.float32)
+        return values.copy_(codes)
     flat = _flat(values)
     flat.copy_(_flat(codes)).mul_(1 / LARGEST_CODE)
     flat.mul_(flat.abs())
@@ -180,6 +180,8 @@ def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Ten
 def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Full blocks and their scales, [blocks, BLOCK] and [blocks]; then the last one, if it is shorter."""
     full = len(flat) // BLOCK
+    if full * BLOCK == len(flat):
+        return [(flat.view(full, BLOCK), scales)]
     parts = [(flat[: full * BLOCK].view(full, BLOCK), scales[:full])] if full else []
     if len(flat) % BLOCK:
         parts.append((flat[full * BLOCK :].unsqueeze(0), scales[full:]))

@@ -47,7 +47,10 @@ def working_deltas(
     """k Delta - decay x: what a base steps on in place of x. ``values`` are not needed if nothing decays."""
     deltas = [torch.empty_like(one.codes, dtype=dtype) for one in stored]
     for one, delta in _pieces(stored, deltas):
-        delta.copy_(decode(one))
+        if dtype == torch.float32:
+            decode(one, out=delta)
+        else:
+            delta.copy_(decode(one))
         _times(delta, retention)
     if decay:
         for delta, x in zip(deltas, values, strict=True):
