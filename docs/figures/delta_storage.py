@@ -1,8 +1,8 @@
 """What Delta in fewer bytes takes and what it costs: the tables of memory.md.
 
 ``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator. ``time`` measures
-the processor time of a step on one thread. ``losses`` trains tasks of the suite; without names, all that are listed
-below.
+the processor time of a step on one thread. ``digits`` trains an MLP on scikit-learn's digits. ``losses`` trains tasks
+of the suite, whose data it needs; without names, all that are listed below.
 """
 
 import statistics
@@ -22,6 +22,7 @@ from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
 from tests.torch.memory import allocations
+from tests.torch.task import mlp, train
 
 STORAGES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "int8"}
 RUNS = ["gpt-shakespeare", "cnn-mnist", "mlp-adult", "mlp-fashion", "convex-satimage"]
@@ -68,6 +69,21 @@ def print_time():
         print(f"{'fused' if fused else 'foreach'}: {found} ns per parameter", flush=True)
 
 
+def print_digits(steps=300):
+    """The final train loss of three seeds, to the end of a cosine."""
+    bases = {"AdamW": (torch.optim.AdamW, {}), "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9})}
+    for base, (cls, options) in bases.items():
+        for name, delta in STORAGES.items():
+            losses = []
+            for seed in SEEDS:
+                model = mlp(seed=seed)
+                optimizer = Mechanic(cls(model.parameters(), lr=1.0, **options), delta=delta)
+                schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+                losses.append(train(model, optimizer, steps, first=1000 * seed, scheduler=schedule))
+            each = " ".join(f"{loss:.4f}" for loss in losses)
+            print(f"digits {base} {name:9s} loss {each}  mean {statistics.mean(losses):.4f}", flush=True)
+
+
 def final_loss(task, base, delta, seed):
     """The mean of the last three evaluations, and the loss at the start."""
     due = {round(share * task.steps) for share in (0.0, *EVALUATED_AT[-3:])}
@@ -100,9 +116,8 @@ def print_losses(names):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "bytes":
-        print_bytes()
-    elif sys.argv[1] == "time":
-        print_time()
+    command, *names = sys.argv[1:]
+    if command == "losses":
+        print_losses(names)
     else:
-        print_losses(sys.argv[2:])
+        {"bytes": print_bytes, "time": print_time, "digits": print_digits}[command]()

@@ -9,7 +9,7 @@ import schedulefree
 import torch
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, gpu, mechanic_class, stored
+from mechanic.torch import Mechanic, Together, gpu, mechanic_class, stored
 from mechanic.torch.step import step_eagerly
 from tests.torch.bases import BY_NAME
 from tests.torch.memory import allocations
@@ -433,6 +433,19 @@ def test_the_kernels_for_gpus_leave_it_to_the_eager_ones(monkeypatch):
         base.param_groups[0]["params"][0].grad = torch.ones(3)
         wrapped = Mechanic(base, delta=delta)._wrapped
         assert gpu.takes(wrapped.reduction_and_buckets()[1], step_eagerly) == taken
+
+
+def test_several_optimizers_together_step_part_by_part(monkeypatch):
+    def run():
+        model = mlp()
+        parts = SGD(model[0].parameters(), lr=1.0, momentum=0.9), AdamW(model[2].parameters(), lr=1.0)
+        optimizer = Mechanic(Together(*parts), per_group=True, delta="int8")
+        train(model, optimizer, 30)
+        return snapshot(model, optimizer)
+
+    whole = run()
+    monkeypatch.setattr(stored, "PART", 100)
+    assert same_bits(whole, run())
 
 
 @pytest.mark.parametrize("name", ["Lion", "Muon", "SOAP", "Adafactor", "AdamW tensor lr"])

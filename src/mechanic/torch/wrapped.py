@@ -195,7 +195,11 @@ class Wrapped(Generic[BaseT]):
         """
         for p in params_of(self.groups):
             if state := self.base.state.get(p):
-                state.update(mechanic_state_of(p, state, frozen=self.is_frozen, delta=self.delta))
+                self.keep(p, state)
+
+    def keep(self, p: Tensor, entries: dict[str, Tensor]) -> None:
+        """Put entries of Mechanic's beside the base's state of a parameter, in the dtypes that they are kept in."""
+        self.base.state[p].update(mechanic_state_of(p, entries, frozen=self.is_frozen, delta=self.delta))
 
     def require_all_gradients(self) -> None:
         """Raise inside a backward pass if gradients are still to come: the sums would lack them."""
