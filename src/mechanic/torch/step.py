@@ -12,7 +12,7 @@ from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.shards import Reduction
-from mechanic.torch.stored import parts_of
+from mechanic.torch.stored import noises_of, parts_of
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
 
@@ -48,7 +48,7 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
     rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
     retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
-    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, wrapped.noises(tuner))
+    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, noises_of(wrapped.delta, tuner))
 
     # Let the base step, and scale what it did.
     for bucket in buckets:
@@ -79,7 +79,7 @@ def switch_mode(wrapped: Wrapped[Any], switch: Any) -> None:
     tuner = wrapped.read_tuners(buckets)[1]
     scale = total_scale(tuner, torch)
     for bucket in buckets:
-        bucket.scale_with(Scaling(scale, scale, noises=wrapped.noises(tuner)))
+        bucket.scale_with(Scaling(scale, scale, noises=noises_of(wrapped.delta, tuner)))
     for bucket, copies in zip(buckets, wrapped.step_base(buckets, instead=switch), strict=True):
         bucket.move(copies)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from mechanic.torch.buckets import Bucket
 from mechanic.torch.kernels import stored as kernels
 from mechanic.torch.kernels.rounding import working_dtype
-from mechanic.torch.kernels.storage import Noise, Stored, blocks_in, decode, encode
+from mechanic.torch.kernels.storage import Noise, Noises, Stored, blocks_in, decode, encode
 from mechanic.torch.layout import DELTA, DELTA_SCALES
 from mechanic.torch.shards import is_dtensor, locals_of
+from mechanic.tuner import TunerState
 
 INT8 = "int8"
 CHOICES = (None, torch.float32, torch.bfloat16, INT8)
@@ -36,6 +37,11 @@ def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch
         return working
     chosen = torch.int8 if isinstance(delta, str) else delta
     return chosen if chosen.itemsize < working.itemsize else working
+
+
+def noises_of(delta: torch.dtype | str | None, tuner: TunerState) -> Noises | None:
+    """What stored Deltas are rounded with in this step; every step has its number, finite or not."""
+    return None if delta is None else Noises(tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0])
 
 
 def delta_state_of(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

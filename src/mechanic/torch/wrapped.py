@@ -18,7 +18,6 @@ from mechanic.torch.buckets import Bucket, widened
 from mechanic.torch.grouping import buckets_of, mechanic_state_of
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
-from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
@@ -152,10 +151,6 @@ class Wrapped(Generic[BaseT]):
             self._warn_of_another_peak(sharing)
         # A step with lr = 0 moves nothing: torch.distributed.checkpoint makes one before it loads.
         self.peak_is_settled = not all(group.get("lr") == 0.0 for group in self.groups)
-
-    def noises(self, tuner: TunerState) -> Noises | None:
-        """What stored Deltas are rounded with in this step; every step has its number, finite or not."""
-        return None if self.delta is None else Noises(tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0])
 
     # Parameters.
 
