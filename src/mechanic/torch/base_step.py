@@ -61,7 +61,7 @@ def step_base(
             (instead or base.step)()
         has_stepped = True
     except BaseException as error:
-        _say_what_has_changed(error, parameters=steps_on_delta)
+        _say_what_has_changed(error, parameters=only_these or any(bucket.lends_delta for bucket in buckets))
         raise
     finally:
         stepped = [bucket.take_back() for bucket in buckets]

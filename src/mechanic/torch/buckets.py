@@ -72,6 +72,11 @@ class Bucket:
         return locals_of([kept[DELTA] for kept in self.mechanic_state if kept], sharded=self.sharded)
 
     @property
+    def lends_delta(self) -> bool:
+        """Whether the base steps on what is kept as Delta, and not on a copy: if it fails halfway, that has changed."""
+        return self.steps_on_delta
+
+    @property
     def residuals(self) -> list[Tensor]:
         return [kept[RESIDUAL] for kept in self.mechanic_state]
 

@@ -84,6 +84,10 @@ class StoredBucket(Bucket):
     numbers: list[int] = field(default_factory=list)  # of the parameters, for rounding
 
     @property
+    def lends_delta(self) -> bool:
+        return False
+
+    @property
     def stored(self) -> list[Stored]:
         lists = zip(self.deltas, self.mechanic_state, self.numbers, strict=True)
         return [Stored(codes, kept.get(DELTA_SCALES), number) for codes, kept, number in lists]

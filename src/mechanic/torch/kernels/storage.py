@@ -5,8 +5,7 @@ that make the mean right. Rounding to nearest would lose for good what a step ad
 checkpoint rounds to nearest, so that what was stored before comes back bit for bit.
 
 In int8 a block of :data:`BLOCK` elements keeps the magnitude of its largest element, m, and for every element a code c
-from -127 to 127 that stands for sign(c) (c / 127)^2 m. The square puts half of
-the codes below a quarter of m.
+from -127 to 127 that stands for sign(c) (c / 127)^2 m. The square puts half of the codes below a quarter of m.
 """
 
 from __future__ import annotations
