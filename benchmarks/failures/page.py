@@ -13,7 +13,7 @@ from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT,
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 LIMITS = {
     "one gradient × 1e6": "S halves for several steps, which takes the parameters back towards their start, and needs "
-    "a thousand steps or more to grow again. `clip_grad_norm_` prevents it, as the next row shows.",
+    "a thousand steps or more to grow again. A warning says so. `clip_grad_norm_` prevents it, as the next row shows.",
     "update fails half-way": "what AdamW added to Δ before it failed stays there, so parameters have moved by part of "
     "a step, as those of bare AdamW have. A note below the traceback says so. Training goes on from there.",
 }
@@ -44,7 +44,7 @@ and the loss falls by at least two thirds of what it falls there.
 |---|---|
 | ✓ | right, by the criterion given below the table |
 | refused | an error that is raised on purpose and names what is wrong |
-| told | the criterion is not met, and a note on the error that the user gets says what has happened |
+| told | the criterion is not met, and a warning, or a note on the error that the user gets, says what has happened |
 | raises | any other error, or a crash |
 | **wrong** | no error, and the criterion is not met |
 | – | the situation cannot exist, for the reason given below the table |

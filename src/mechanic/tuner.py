@@ -155,6 +155,16 @@ def total_scale(state: TunerState, xp: Any) -> Array:
     return xp.sum(state.scales, -1)
 
 
+def is_dominated(state: TunerState, config: TunerConfig, xp: Any) -> Array:
+    """Whether the squared feedback of one step is more than 500,000 times that of all others together, [tuners].
+
+    S and the base's own state then take hundreds of steps to recover from it.
+    """
+    slowest = config.betas.index(max(config.betas))
+    largest, root, steps = (array[..., slowest] for array in (state.largest_feedback, state.root_variance, state.steps))
+    return (steps > FINDING_STEPS) & (largest > 0) & (root <= largest * (1 + 1e-6))
+
+
 def update(
     state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp: Any, rate: Array | None = None
 ) -> TunerState:

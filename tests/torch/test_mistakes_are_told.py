@@ -1,5 +1,6 @@
 """What is easily done wrong is told, once, with what to do instead."""
 
+import math
 import subprocess
 import sys
 import warnings
@@ -73,6 +74,40 @@ def test_the_count_is_kept_on_the_device_and_in_the_checkpoint():
     twin.load_state_dict(optimizer.state_dict())
     step(q, twin, float("inf"))
     assert twin.nonfinite_steps == 2
+
+
+def spike(p, optimizer, times=1e6, steps=100):
+    for t in range(steps):
+        step(p, optimizer, math.sin(t) + 2)
+    step(p, optimizer, times)
+
+
+@pytest.mark.parametrize("layout", ["one", "two tuners", "int8"])
+def test_one_gradient_that_outweighs_all_others_is_told_once(layout):
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [q]}, {"params": [p]}] if layout == "two tuners" else [p]
+    options = {"one": {}, "two tuners": {"per_group": True}, "int8": {"delta": "int8"}}[layout]
+    optimizer = Mechanic(optim.AdamW(groups, lr=1.0), **options)
+    with pytest.warns(UserWarning, match=r"one step outweighs .* all others together.*clip_grad_norm_"):
+        spike(p, optimizer)
+    step(p, optimizer, 1e9)
+    optimizer.scales()
+
+
+def test_a_large_gradient_is_told_where_the_scales_are_read_if_the_step_did_not_read_them(monkeypatch):
+    """As on a GPU, where a step reads nothing."""
+    p, optimizer = one_parameter()
+    with monkeypatch.context() as patched:
+        patched.setattr("mechanic.torch.wrapped.is_on_host", lambda tensor: False)
+        spike(p, optimizer)
+    with pytest.warns(UserWarning, match="one step outweighs"):
+        optimizer.scales()
+
+
+def test_a_gradient_a_hundred_times_as_large_needs_no_word():
+    p, optimizer = one_parameter()
+    spike(p, optimizer, 100.0)
+    optimizer.scales()
 
 
 def test_a_scheduler_with_a_learning_rate_of_its_own_is_told_once():

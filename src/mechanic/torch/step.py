@@ -60,6 +60,7 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
     tuners.remember_rates(wrapped.groups)
     wrapped.show_scales()
     wrapped.warn_if_nothing_is_learned(finite)
+    wrapped.warn_if_one_step_dominates(tuned)
 
 
 def observe(wrapped: Wrapped[Any]) -> None:

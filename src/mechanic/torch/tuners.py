@@ -30,10 +30,7 @@ from mechanic.torch.layout import (
 from mechanic.torch.private import foreach_copy_
 from mechanic.tuner import TunerConfig, TunerState
 
-# Rows of a group's tuner, after the betas.
-_SCALES = 1 + TunerState._fields.index("scales")
-_STEPS = 1 + TunerState._fields.index("steps")
-_NONFINITE_STEPS = 1 + TunerState._fields.index("nonfinite_steps")
+_SCALES = 1 + TunerState._fields.index("scales")  # the row of a group's tuner, after the betas
 
 
 def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
@@ -180,8 +177,13 @@ def step_counts(groups: list[Group]) -> tuple[int, int]:
 
     Reads from the device.
     """
-    tuners = torch.stack([group[TUNER].cpu() for group in groups])
-    return int(tuners[:, _STEPS].max()), int(tuners[:, _NONFINITE_STEPS].max())
+    tuner = read_on_host(groups)
+    return int(tuner.steps.max()), int(tuner.nonfinite_steps.max())
+
+
+def read_on_host(groups: list[Group]) -> TunerState:
+    """The state of every group's tuner, each [groups, n]. Waits for the device."""
+    return TunerState(*torch.stack([group[TUNER].cpu() for group in groups]).unbind(1)[1:])
 
 
 def remember_rates(groups: list[Group]) -> None:

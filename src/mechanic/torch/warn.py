@@ -20,7 +20,30 @@ class WarnOnce:
     def __init__(self) -> None:
         self._topics: set[str] = set()
 
-    def __call__(self, topic: str, message: str) -> None:
+    def nothing_is_learned(self, steps: int, nonfinite: int) -> None:
+        self._warn(
+            "nonfinite",
+            f"the gradients of {nonfinite} steps so far were not finite, and of {steps} they were: Mechanic learns "
+            "nothing from such steps. Is the loss scaled? Call scaler.step(optimizer), which unscales the "
+            "gradients, not optimizer.step(); else look for NaN in the loss",
+        )
+
+    def one_step_dominates(self) -> None:
+        self._warn(
+            "dominated",
+            "the gradient of one step outweighs those of all others together, hundreds of times over, and S and "
+            "the base's state recover slowly. Load a checkpoint from before it, and clip the gradients before step(): "
+            "torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)",
+        )
+
+    def another_peak(self, start: float, peak_lr: float) -> None:
+        self._warn(
+            "peak",
+            f"a scheduler starts from a learning rate of {start:g}, not from the {peak_lr:g} that the base "
+            "was built with and that counts as 1; pass the peak of the schedule, Mechanic(base, peak_lr=...)",
+        )
+
+    def _warn(self, topic: str, message: str) -> None:
         if topic not in self._topics:
             self._topics.add(topic)
             warn_user(message)

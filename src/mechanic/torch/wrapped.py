@@ -24,7 +24,7 @@ from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import dtype_of_delta
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
-from mechanic.tuner import SUMS, TunerConfig, TunerState
+from mechanic.tuner import SUMS, TunerConfig, TunerState, is_dominated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,6 +129,7 @@ class Wrapped(Generic[BaseT]):
         scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
         if not all(scales.values()):
             self.warn_if_nothing_is_learned()
+        self.warn_if_one_step_dominates(tuners.read_on_host(self.groups))
         return scales
 
     def learning_rates(self) -> dict[str, float]:
@@ -264,20 +265,16 @@ class Wrapped(Generic[BaseT]):
         steps, nonfinite = tuners.step_counts(self.groups)
         nonfinite += self.skipped_steps
         if nonfinite >= 10 and nonfinite > steps:
-            self.warn_once(
-                "nonfinite",
-                f"the gradients of {nonfinite} steps so far were not finite, and of {steps} they were: Mechanic learns "
-                "nothing from such steps. Is the loss scaled? Call scaler.step(optimizer), which unscales the "
-                "gradients, not optimizer.step(); else look for NaN in the loss",
-            )
+            self.warn_once.nothing_is_learned(steps, nonfinite)
+
+    def warn_if_one_step_dominates(self, tuner: TunerState) -> None:
+        """Warn of a gradient that is far larger than all others, if that can be seen without waiting for a device."""
+        if is_on_host(tuner.steps) and bool(is_dominated(tuner, self.config, torch).any()):
+            self.warn_once.one_step_dominates()
 
     def _warn_of_another_peak(self, sharing: list[Group]) -> None:
         """CyclicLR, for example, ignores the learning rate that the base was built with."""
         starts = [float(group["initial_lr"]) for group in sharing if "initial_lr" in group]
         peak_lr = sharing[0][PEAK_LR]
         if starts and max(starts) != peak_lr and not any("max_lr" in group for group in sharing):
-            self.warn_once(
-                "peak",
-                f"a scheduler starts from a learning rate of {max(starts):g}, not from the {peak_lr:g} that the base "
-                "was built with and that counts as 1; pass the peak of the schedule, Mechanic(base, peak_lr=...)",
-            )
+            self.warn_once.another_peak(max(starts), peak_lr)
