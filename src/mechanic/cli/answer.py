@@ -57,16 +57,20 @@ def describe(watched: Watched, *, per_group: bool) -> str:
 def _replacement(watched: Watched, rates: list[float]) -> list[str]:
     """How to train with what was learned, and without Mechanic."""
     if not watched.is_linear:
-        return [f"  {watched.cls.__name__} has no plain lr that does the same, so keep training with Mechanic."]
+        name = watched.cls.__name__
+        return [f"  The steps of {name} may not be proportional to its lr, so keep training with Mechanic."]
     options = [f"{name}={text}" for name, text in watched.call.items()]
     if len(set(rates)) == 1:
         head = [f"params, lr={rates[0]:.3g}"]
     else:
         head = ["[" + ", ".join(f'{{"params": ..., "lr": {rate:.3g}}}' for rate in rates) + "]"]
+    prefix = "torch.optim." if watched.cls is getattr(torch.optim, watched.cls.__name__, None) else ""
     lines = [
         "  To train without Mechanic, keep everything else and write:",
-        f"    {watched.cls.__name__}({', '.join(head + options)})",
+        f"    {prefix}{watched.cls.__name__}({', '.join(head + options)})",
     ]
+    if watched.is_rising():
+        lines.append("  It was still rising when the run ended. A longer one may find a larger rate.")
     if any("max_lr" in group for group in watched.groups):
         lines.append(f"  Your scheduler sets the peak itself: give it max_lr={max(rates):.3g}.")
     return lines

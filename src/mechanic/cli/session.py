@@ -35,12 +35,23 @@ class Watched:
         self.steps = 0
         self.built_lrs: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self.groups: list[Group] = []
+        self.half_scales: list[float] = []  # of the groups, halfway through a probe
         self.note(optimizer)
 
     def note(self, optimizer: Any) -> None:
         """Keep the groups as they are now, without their parameters. Waits for no device."""
         kept = optimizer.param_groups
         self.groups = [{key: value for key, value in group.items() if key != "params"} for group in kept]
+
+    def scales(self) -> list[float]:
+        """S of every group."""
+        from mechanic.torch.tuners import scale_of
+
+        return [float(scale_of(group)) for group in self.groups]
+
+    def is_rising(self) -> bool:
+        """Whether a scale has grown by more than half since the middle of a probe."""
+        return any(now > 1.5 * half for now, half in zip(self.scales(), self.half_scales, strict=False))
 
 
 class Session:
@@ -98,6 +109,8 @@ class Session:
         if self.settings.log is not None and self._rank == 0 and watched.steps % self.settings.every == 0:
             self._log = self._log or _Log(self.settings.log)
             self._log.write(self.watched.index(watched), watched, optimizer)
+        if self.settings.probe is not None and watched.steps == (self.settings.probe + 1) // 2:
+            watched.half_scales = watched.scales()
         if self.settings.probe is not None and all(each.steps >= self.settings.probe for each in self.watched):
             raise ProbeIsDone
 
