@@ -61,7 +61,9 @@ def _show(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mechanic", description="Tune the learning rate while you train.", epilog="mechanic COMMAND --help has more."
+        prog="mechanic",
+        description="Tune the learning rate while you train.",
+        epilog="mechanic COMMAND --help has more.",
     )
     parser.add_argument("--version", action="version", version=f"mechanic {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -91,7 +93,8 @@ def _add_run(commands: Any) -> None:
         "run",
         help="run a training script as it is, with its optimizers wrapped",
         description="Run a training script as it is. Every optimizer it builds is wrapped in Mechanic.",
-        usage="mechanic run [options] script.py [arguments ...]\n       mechanic run [options] -m module [arguments ...]",
+        usage="mechanic run [options] script.py [arguments ...]\n"
+        "       mechanic run [options] -m module [arguments ...]",
     )
     run.add_argument("-m", action="store_true", help="run a module, as python -m does")
     run.add_argument(

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mechanic.torch.layout import PEAK_LR, ROW
-from mechanic.torch.probe import is_linear_in_lr
+from mechanic.cli.watched import Watched
+from mechanic.torch.layout import PEAK_LR, ROW, Group
 from mechanic.torch.tuners import scale_of, tuner_names
-
-if TYPE_CHECKING:
-    from mechanic.cli.session import Group, Watched
-
-_LONGEST = 60  # characters of an argument that is shown
-
-
-def is_linear(base: Any) -> bool:
-    """Whether a learning rate can stand for what was learned. Asking takes none of the script's random numbers."""
-    with torch.random.fork_rng(devices=[]):
-        return is_linear_in_lr(base)
-
-
-def call_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-    """The arguments of a call but for the parameters and lr, as they would be written."""
-    try:
-        passed = inspect.signature(cls).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        passed = dict(kwargs)
-    extra = next((p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    if extra is not None:
-        passed = {**passed, **passed.pop(extra, {})}
-    shown = {name: repr(value) for name, value in list(passed.items()) if name not in ("params", "lr")}
-    return {name: text if len(text) <= _LONGEST and "\n" not in text else "..." for name, text in shown.items()}
 
 
 def describe(watched: Watched, *, per_group: bool) -> str:

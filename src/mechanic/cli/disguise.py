@@ -8,13 +8,13 @@ from mechanic.torch import Mechanic
 
 
 class Disguised(Mechanic[Any]):
-    """``isinstance(optimizer, AdamW)`` is true of a Mechanic around AdamW, and methods of a class of one's own are there.
+    """``isinstance(optimizer, AdamW)`` is true of a Mechanic around AdamW, and it has the methods of its base.
 
     Made by assigning ``__class__`` to a Mechanic: torch puts hooks around the ``step`` of the class that it finds when
     an optimizer is built.
     """
 
-    __class__ = property(lambda self: type(self.base))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.base))
 
     def __getattr__(self, name: str) -> Any:
         # Private names are not passed on: by one of them GradScaler would let a fused base skip steps by itself.

@@ -72,7 +72,9 @@ def _draw_grid(axes: Any, learned: Record, plain: list[Record]) -> None:
     start = plain[0]["curve"]["train_loss"][0]
     by_lr = sorted(plain, key=lambda record: float(record["lr"]))
     finals = [min(start, final(record)) for record in by_lr]  # what diverged is drawn where it began
-    axes.plot([r["lr"] for r in by_lr], finals, color="black", marker="o", ms=4, lw=1, ls="--", label=plain[0]["method"])
+    axes.plot(
+        [r["lr"] for r in by_lr], finals, color="black", marker="o", ms=4, lw=1, ls="--", label=plain[0]["method"]
+    )
     if learned["final"] is not None:
         axes.axhline(learned["final"], label=learned["method"], **OURS)
         for rate in learned["learned"].values():

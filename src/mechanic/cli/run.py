@@ -80,15 +80,15 @@ def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
         first = traceback
         while first is not None and _is_ours(first.tb_frame):
             first = first.tb_next
-        is_syntax = isinstance(error, SyntaxError)  # of the script itself, which has no frame yet
-        return hook(kind, error, first if first is not None or is_syntax else traceback)
+        if first is None and not isinstance(error, SyntaxError):  # of the script itself, which has no frame yet
+            first = traceback
+        return hook(kind, error.with_traceback(first), first)  # Python's own hook shows that of the error
 
     return show
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    code = frame.f_code
-    is_console_script = code.co_name == "<module>" and os.path.basename(code.co_filename) in ("mechanic", "mechanic.exe")
-    names = str(frame.f_globals.get("__name__")), str(getattr(frame.f_globals.get("__spec__"), "name", ""))
-    is_mechanic = any(name.partition(".")[0] == "mechanic" for name in names)
-    return is_console_script or is_mechanic or "runpy" in os.path.basename(code.co_filename) or "<frozen" in code.co_filename
+    file = os.path.basename(frame.f_code.co_filename)
+    spec_name = getattr(frame.f_globals.get("__spec__"), "name", "")
+    is_mechanic = any(str(n).partition(".")[0] == "mechanic" for n in (frame.f_globals.get("__name__"), spec_name))
+    return is_mechanic or file in ("mechanic", "runpy.py", "<frozen runpy>")  # the first is the console script

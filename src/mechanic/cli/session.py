@@ -8,50 +8,16 @@ import json
 import os
 import sys
 import types
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mechanic.cli.settings import Settings
 
-Group = dict[str, Any]
+if TYPE_CHECKING:
+    from mechanic.cli.watched import Watched  # imports torch, which the script does first
 
 
 class ProbeIsDone(SystemExit):
     """Ends the script. ``except Exception`` in a training loop does not catch it."""
-
-
-class Watched:
-    """One wrapped optimizer: where it was built, with what, and its last groups.
-
-    It keeps the tuners and no parameter, so that a script can free its models.
-    """
-
-    def __init__(self, optimizer: Any, place: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from mechanic.cli.answer import call_of, is_linear
-
-        self.cls: type = type(optimizer.base)
-        self.place = place
-        self.call = call_of(self.cls, args, kwargs)
-        self.is_linear = is_linear(optimizer.base)
-        self.steps = 0
-        self.built_lrs: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-        self.groups: list[Group] = []
-        self.half_scales: list[float] = []  # of the groups, halfway through a probe
-        self.note(optimizer)
-
-    def note(self, optimizer: Any) -> None:
-        """Keep the groups as they are now, without their parameters. Waits for no device."""
-        kept = optimizer.param_groups
-        self.groups = [{key: value for key, value in group.items() if key != "params"} for group in kept]
-
-    def scales(self) -> list[float]:
-        """S of every group."""
-        from mechanic.torch.tuners import scale_of
-
-        return [float(scale_of(group)) for group in self.groups]
-
-    def is_rising(self) -> bool:
-        """Whether a scale has grown by more than half since the middle of a probe."""
-        return any(now > 1.5 * half for now, half in zip(self.scales(), self.half_scales, strict=False))
 
 
 class Session:
@@ -61,11 +27,14 @@ class Session:
         self.settings = settings
         self.watched: list[Watched] = []
         self.left: list[str] = []
+        self.has_spawned = False  # processes, which report for themselves
         self._rank: int | None = None  # known once there was a step
         self._log: _Log | None = None
 
     def watch(self, optimizer: Any, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Announce a wrapped optimizer, and follow its steps."""
+        from mechanic.cli.watched import Watched
+
         watched = Watched(optimizer, _place(caller), args, kwargs)
         self.watched.append(watched)
         parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -82,18 +51,19 @@ class Session:
 
     def report(self, *, is_main: bool = True) -> None:
         """Say what was learned. A process that was spawned says it only if it has trained."""
-        from mechanic.cli.answer import describe
-
         if self._log is not None:
             self._log.close()
         trained = [watched for watched in self.watched if watched.steps]
         if trained:
+            from mechanic.cli.answer import describe
+
             for index, watched in enumerate(trained):
                 self._say(describe(watched, per_group=self.settings.per_group), blank=index == 0)
             if self._log is not None:
                 self._say(f"the learned rates of every {self.settings.every} steps are in {self.settings.log}")
-        elif is_main and not self.watched:
-            self._say("the script built no optimizer that Mechanic could wrap" if self.left else _NOTHING)
+        elif is_main and not self.watched and not self.has_spawned:
+            which = "that Mechanic could wrap" if self.left else "of PyTorch's"
+            self._say(f"the script built no optimizer {which}, so nothing was tuned")
 
     # Hooks.
 
@@ -118,9 +88,6 @@ class Session:
         """On stderr, so that what the script prints can still be piped; of several ranks, by the first."""
         if (_rank() if self._rank is None else self._rank) == 0:
             print(("\n" if blank else "") + f"mechanic: {text}", file=sys.stderr, flush=True)
-
-
-_NOTHING = "the script built no optimizer; was it built in another process?"
 
 
 class _Log:

@@ -1,7 +1,7 @@
-"""Read the optimizers of a ``torch.distributed.checkpoint`` folder without its weights, and without running its pickles.
+"""Read the optimizers of a ``torch.distributed.checkpoint`` folder, without its weights.
 
-torch unpickles the index of such a folder as it is, and so it does the small values. Here both are restricted: the index
-to the classes that describe a checkpoint, the values to what ``torch.load(weights_only=True)`` takes.
+torch unpickles the index of such a folder and its small values as they are. Here both are restricted: the index to the
+classes that describe a checkpoint, the values to what ``torch.load(weights_only=True)`` takes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _ALLOWED = {
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 
@@ -37,14 +39,15 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index needs")
 
 
-def read_sharded(path: Path) -> dict[str, Any]:
+def read_sharded(path: Path) -> Any:
     """Its content: groups as they are, and all other tensors on the meta device, where they take no memory."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return index
 
@@ -63,17 +66,17 @@ def read_sharded(path: Path) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for key, entry in index.state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        if "param_groups" in _parts(key, paths):
-            wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
-        elif is_tensor:
-            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        is_of_group = "param_groups" in _parts(key, paths)
+        if isinstance(entry, TensorStorageMetadata):
+            device = "cpu" if is_of_group else "meta"
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        if is_of_group:
+            wanted[key] = found.get(key)
     planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if wanted:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is one process
-            dcp.load(wanted, storage_reader=Reader(path), planner=planner, no_dist=True)
-    found.update({key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)})
+            load(wanted, storage_reader=Reader(path), planner=planner, no_dist=True)
     return _nested({_parts(key, paths): value for key, value in found.items()})
 
 

@@ -25,7 +25,7 @@ def show(checkpoint: str) -> str:
     if path.is_dir() and not is_sharded(path):
         files = sorted({file for pattern in FILES for file in path.glob(pattern)})
         if not files:
-            raise SystemExit(f"{checkpoint} is no checkpoint folder: it has no .metadata, and no file such as optimizer.pt")
+            raise SystemExit(f"{checkpoint} has neither a .metadata nor a file such as optimizer.pt")
     texts = [text for file in files for text in _describe_file(file, is_only=len(files) == 1)]
     if not texts:
         raise SystemExit(f"no optimizer was found in {checkpoint}; was only the model saved?")
@@ -84,7 +84,8 @@ def _describe(state_dict: dict[str, Any]) -> Iterator[str]:
     tuner = read_on_host(groups)
     for row in dict.fromkeys(group[ROW] for group in groups):
         indices = [index for index, group in enumerate(groups) if group[ROW] == row]
-        yield _describe_tuner(groups, indices, int(tuner.steps[indices[0]].max()), int(tuner.nonfinite_steps[indices[0]].max()))
+        counts = (int(count[indices[0]].max()) for count in (tuner.steps, tuner.nonfinite_steps))
+        yield _describe_tuner(groups, indices, *counts)
     if skipped := int(groups[0].get(SKIPPED, 0)):
         yield f"{_plural(skipped, 'step')} skipped for NaN or inf gradients"
     if any(FROZEN in group for group in groups):
@@ -98,16 +99,22 @@ def _describe(state_dict: dict[str, Any]) -> Iterator[str]:
 
 def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfinite: int) -> str:
     """One line: what a tuner has learned."""
-    group = max((groups[index] for index in indices), key=lambda g: float(g.get(LAST_LR, g.get("lr", 0.0))))
+    group = max((groups[index] for index in indices), key=_last_lr)
     scale = float(scale_of(group))
-    rate = scale * float(group.get(LAST_LR, group.get("lr", group[PEAK_LR]))) / float(group[PEAK_LR])
-    name = group.get("tuner") or ("default" if len(indices) == len(groups) else f"group {indices[0]}")
+    rate = scale * _last_lr(group) / float(group[PEAK_LR])
+    unnamed = {each[ROW] for each in groups if each.get("tuner") is None}
+    name = group.get("tuner") or ("default" if len(unnamed) == 1 else f"group {indices[0]}")
     which = "" if len(indices) == len(groups) else f" (group {', '.join(map(str, indices))})"
     bad = f", {nonfinite} of them with NaN or inf gradients" if nonfinite else ""
     return (
         f"tuner {name!r}{which}: S = {scale:.4g} after {_plural(steps + nonfinite, 'step')}{bad}; "
-        f"effective learning rate {rate:.4g}, at a peak lr of {float(group[PEAK_LR]):g}"
+        f"effective learning rate of the last step {rate:.4g} (the peak lr passed was {float(group[PEAK_LR]):g})"
     )
+
+
+def _last_lr(group: Group) -> float:
+    lr: Any = group[LAST_LR] if LAST_LR in group else group.get("lr", group[PEAK_LR])
+    return float(lr)
 
 
 def _size(state: dict[Any, Any], keys: tuple[str, ...] | None) -> str:

@@ -70,15 +70,16 @@ def verdict(records: list[Record]) -> str:
         said = f"Mechanic diverged here, while {best['lr']:g} reaches {best['final']:.3g}."
         return f"{said} Please report it with this file."
     worth = _against_own(learned, own)
+    of_grid = f"{best['lr']:g} reaches {best['final']:.3g}" if best["final"] is not None else "all diverged"
     rests = [f"the learned rate is {rate:.2g}"] if rate is not None and not others else []
     if others and best is not own:
         if _is_clearly_less(learned, best):
-            rests = [f"and no learning rate of the grid did as well (the best, {best['lr']:g}, reaches {best['final']:.3g})"]
+            rests = [f"and no learning rate of the grid did as well ({of_grid})"]
         elif _is_clearly_less(best, learned):
             link = "and" if worth.startswith("Mechanic lost") else "but"
-            rests = [f"{link} the grid found a better learning rate: {best['lr']:g} reaches {best['final']:.3g}"]
+            rests = [f"{link} the grid found a better learning rate: {of_grid}"]
         else:
-            rests = [f"and the best of the grid as well ({best['lr']:g} reaches {best['final']:.3g})"]
+            rests = [f"and the best of the grid does no better ({of_grid})"]
     elif others:
         rests = ["and yours was the best of the grid"]
     sentence = ", ".join([worth, *rests]) + "."

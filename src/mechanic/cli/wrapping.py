@@ -35,7 +35,7 @@ def start(settings: Settings) -> Session:
     else:
         # Not imported here: a script may set OMP_NUM_THREADS and the like before it imports torch.
         sys.meta_path.insert(0, _WhenImported(session))
-    _reach_spawned_processes(settings)
+    _reach_spawned_processes(session)
     return session
 
 
@@ -156,12 +156,13 @@ def _start_in_spawned_process(settings: Settings) -> None:
     atexit.register(start(settings).report, is_main=False)
 
 
-def _reach_spawned_processes(settings: Settings) -> None:
+def _reach_spawned_processes(session: Session) -> None:
     """Send the settings along. A spawned process unpickles this dict before anything else, and skips unknown keys."""
     former = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(former)
     def with_settings(name: str) -> dict[str, Any]:
-        return {**former(name), "mechanic": _Start(settings)}
+        session.has_spawned = True
+        return {**former(name), "mechanic": _Start(session.settings)}
 
     multiprocessing.spawn.get_preparation_data = with_settings

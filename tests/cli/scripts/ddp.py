@@ -4,7 +4,6 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,8 +17,8 @@ def main():
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    inputs = torch.randn(1024, 64)
+    data = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(1))
     sampler = DistributedSampler(data, shuffle=True)
     model = DDP(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=150)
 opt = parser.parse_args()
 torch.manual_seed(0)
 

@@ -24,7 +24,7 @@ def fit(lr, steps):
             return loss
 
         loss = optimizer.step(closure)
-        scheduler.step(loss)
+        scheduler.step(loss.item())
         if step % 20 == 0:
             print(f"step {step}: {loss.item()!r}")
     x = torch.linspace(-1.5, 1.5, 100)[:, None]
