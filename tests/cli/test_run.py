@@ -113,7 +113,8 @@ def test_processes_that_a_script_spawns_are_wrapped_as_well(tmp_path):
 SEES = """
 import sys, os, multiprocessing
 seen = dict(argv=sys.argv, file=__file__, name=__name__, path=sys.path[0], package=__package__,
-            spec=__spec__ and __spec__.name, main=sys.modules["__main__"].__dict__ is globals(), cached=__cached__, torch="torch" in sys.modules)
+            spec=__spec__ and __spec__.name, main=sys.modules["__main__"].__dict__ is globals(),
+            cached=__cached__, torch="torch" in sys.modules)
 print(seen)
 """
 
