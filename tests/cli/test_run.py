@@ -35,8 +35,10 @@ BY_HAND = {
     ),
     "own_classes": (
         *wrapping("Lion(body.parameters(), lr=args.lr)", 'Counting(head.parameters(), args.lr * 10, label="head")'),
-        ("print(optimizers[1].describe(), isinstance(optimizers[1], Counting), isinstance(optimizers[1], SGD))",) * 1
-        + ("print(optimizers[1].base.describe(), True, True)",),
+        (
+            "print(optimizers[1].describe(), isinstance(optimizers[1], Counting), isinstance(optimizers[1], SGD))",
+            "print(optimizers[1].base.describe(), True, True)",
+        ),
     ),
 }
 STEPS = {"digits_cnn": 87, "language_model": 60, "gan": 150, "vae": 60, "regression": 300, "reinforce": 120}
@@ -94,14 +96,14 @@ def test_ranks_under_torchrun_train_as_if_wrapped_by_hand(tmp_path):
 
 
 def test_processes_that_a_script_spawns_are_wrapped_as_well(tmp_path):
-    found = run_python("-m", "mechanic", "run", SCRIPTS / "ddp_spawn.py", cwd=tmp_path)
+    found = run_python("-m", "mechanic", "run", SCRIPTS / "ddp_spawn.py", "--ranks", 1, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     edits = (
         *wrapping("torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)"),
         ("mp.spawn(worker, ", "mp.start_processes(worker, "),
-        ("nprocs=2)", "nprocs=2, start_method='fork')"),
+        ("nprocs=arguments.ranks)", "nprocs=arguments.ranks, start_method='fork')"),
     )
-    expected = by_hand("ddp_spawn", *edits, folder=tmp_path)
+    expected = by_hand("ddp_spawn", *edits, folder=tmp_path, arguments=["--ranks", "1"])
     assert expected.code == 0, expected.err
     assert found.stdout.splitlines() == expected.out.splitlines()
     assert found.stderr.count("learned rate: ") == 1

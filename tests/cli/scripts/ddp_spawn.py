@@ -36,5 +36,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (2, os.path.join(folder, "store"), parser.parse_args()), nprocs=2)
+        mp.spawn(worker, (arguments.ranks, os.path.join(folder, "store"), arguments), nprocs=arguments.ranks)
