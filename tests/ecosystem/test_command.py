@@ -8,7 +8,7 @@ IMPORT = ("\nimport torch\n", "\nimport torch\nfrom mechanic.torch import Mechan
 OPTIONS = '{"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True}'
 BY_HAND = {
     "hf_trainer": (
-        "transformers",
+        "accelerate",  # without which the Trainer does not run
         "train_dataset=rows)",
         f"train_dataset=rows, optimizer_cls_and_kwargs=(MechanicAdamW, {OPTIONS}))",
     ),
@@ -40,7 +40,7 @@ def test_a_script_trains_as_if_it_were_wrapped_by_hand_to_the_last_bit(name, tmp
 
 
 def test_a_probe_ends_a_trainer(tmp_path):
-    pytest.importorskip("transformers", reason="has an environment of its own: make test-ecosystem")
+    pytest.importorskip("accelerate", reason="has an environment of its own: make test-ecosystem")
     found = mechanic("run", "--probe", "12", SCRIPTS / "hf_trainer.py", folder=tmp_path)
     assert found.code == 0, found.err
     assert "final" not in found.out
