@@ -89,8 +89,10 @@ def run_python(*arguments, **options):
 
 def test_ranks_under_torchrun_train_as_if_wrapped_by_hand(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    found = run_python(*launcher, "-m", "mechanic", "run", SCRIPTS / "ddp.py", cwd=tmp_path)
+    command = ["-m", "mechanic", "run", "--log-to", "rates.csv", SCRIPTS / "ddp.py"]
+    found = run_python(*launcher, *command, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
+    assert len((tmp_path / "rates.csv").read_text().splitlines()) == 1 + 3  # by one of the ranks
     # By hand on forked ranks, which need no launcher.
     call = "torch.optim.AdamW(model.parameters(), lr=args.lr)"
     edits = (
@@ -244,7 +246,7 @@ def test_the_log_has_scale_and_rate_of_every_optimizer(suffix, small):
     import csv
     import json
 
-    run_small(small, "--log", f"log.{suffix}", "--every", "20")
+    run_small(small, "--log-to", f"log.{suffix}", "--every", "20")
     with open(small.parent / f"log.{suffix}", encoding="utf-8") as file:
         rows = list(csv.DictReader(file)) if suffix == "csv" else [json.loads(line) for line in file]
     assert [(int(row["optimizer"]), row["class"], int(row["step"])) for row in rows] == [
@@ -278,7 +280,7 @@ def test_a_probe_ends_before_a_further_step_if_another_optimizer_makes_fewer(sma
         (["--config", "dacay=1", "small.py"], "config has no field dacay"),
         (["--config", "decay", "small.py"], "expected KEY=VALUE"),
         (["--config", "decay=a b", "small.py"], "not a value that Python can read"),
-        (["--log", "log.txt", "small.py"], "--log writes a .jsonl or a .csv file"),
+        (["--log-to", "log.txt", "small.py"], "--log-to writes a .jsonl or a .csv file"),
         (["--probe", "0", "small.py"], "a whole number above 0"),
         (["missing.py"], "there is no file missing.py"),
         (["torch.thing"], "for a module, write -m"),
@@ -337,3 +339,18 @@ gc.collect()
 print(gone())
 """)
     assert run_small(small).out == "None\n"
+
+
+def test_many_optimizers_of_one_line_are_announced_once(small):
+    small.write_text("""
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+model(torch.ones(1, 2)).sum().backward()
+for optimizer in optimizers:
+    optimizer.step()
+""")
+    found = run_small(small)
+    assert found.err.count("mechanic: wrapped SGD at small.py:4") == 1
+    assert found.err.count("mechanic: SGD at small.py:4") == 8
+    assert "and 4 more optimizers" in found.err

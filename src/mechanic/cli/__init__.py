@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         only=tuple(options.only),
         per_group=options.per_group,
         config=dict(options.config),
-        log=options.log,
+        log=options.log_to,
         every=options.every,
         probe=options.probe,
     )
@@ -109,7 +109,8 @@ def _add_run(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="a field of TunerConfig, such as decay=0.01; may be repeated",
     )
-    run.add_argument("--log", metavar="FILE", help="write the learned rates to a .jsonl or .csv file")
+    # Not --log, which torchrun takes for one of its own even after the script's name.
+    run.add_argument("--log-to", metavar="FILE", help="write the learned rates to a .jsonl or .csv file")
     run.add_argument("--every", type=_positive, default=10, metavar="N", help="log every N steps (default: 10)")
     run.add_argument("--probe", type=_positive, metavar="N", help="stop after N steps and print the learning rate")
     run.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

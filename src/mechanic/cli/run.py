@@ -23,7 +23,7 @@ def run(script: str, arguments: list[str], settings: Settings, *, is_module: boo
     except (TypeError, ValueError) as error:
         _refuse(f"--config: {error}")
     if settings.log and not settings.log.endswith((".jsonl", ".csv")):
-        _refuse(f"--log writes a .jsonl or a .csv file, got {settings.log}")
+        _refuse(f"--log-to writes a .jsonl or a .csv file, got {settings.log}")
     if not is_module and not os.path.isfile(script):
         _refuse(f"there is no file {script}" + ("; for a module, write -m" if not script.endswith(".py") else ""))
     session = wrapping.start(settings)
@@ -33,13 +33,13 @@ def run(script: str, arguments: list[str], settings: Settings, *, is_module: boo
         else:
             _run_file(script, arguments)
     except wrapping.ProbeIsDone:
-        pass
-    except SystemExit:
+        session.report()
+    except BaseException as error:
+        session.report(even_if_nothing=False)
+        if not isinstance(error, SystemExit):
+            sys.excepthook = _without_our_frames(sys.excepthook)
         raise
-    except BaseException:
-        sys.excepthook = _without_our_frames(sys.excepthook)
-        raise
-    finally:
+    else:
         session.report()
 
 

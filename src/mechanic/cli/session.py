@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mechanic.cli.watched import Watched  # imports torch, which the script does first
 
 
+_DESCRIBED = 8  # optimizers at the end
+
+
 class ProbeIsDone(SystemExit):
     """Ends the script. ``except Exception`` in a training loop does not catch it."""
 
@@ -28,6 +31,7 @@ class Session:
         self.watched: list[Watched] = []
         self.left: list[str] = []
         self.has_spawned = False  # processes, which report for themselves
+        self._said: set[str] = set()
         self._rank: int | None = None  # known once there was a step
         self._log: _Log | None = None
 
@@ -40,28 +44,32 @@ class Session:
         parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         count = len(optimizer.param_groups)
         groups = f"{count} groups, " if count > 1 else ""
-        self._say(f"wrapped {watched.cls.__name__} at {watched.place} ({groups}{parameters:,} parameters)")
+        what = f"wrapped {watched.cls.__name__} at {watched.place}"
+        self._say_once(what, f"{what} ({groups}{parameters:,} parameters)")
         optimizer.register_step_pre_hook(functools.partial(self._before_step, watched))
         optimizer.register_step_post_hook(functools.partial(self._after_step, watched))
         return optimizer
 
     def announce_left(self, cls: type, caller: types.FrameType, reason: str) -> None:
         self.left.append(cls.__name__)
-        self._say(f"left {cls.__name__} at {_place(caller)} as it is: {reason}")
+        what = f"left {cls.__name__} at {_place(caller)} as it is: {reason}"
+        self._say_once(what, what)
 
-    def report(self, *, is_main: bool = True) -> None:
-        """Say what was learned. A process that was spawned says it only if it has trained."""
+    def report(self, *, even_if_nothing: bool = True) -> None:
+        """Say what was learned, if something was."""
         if self._log is not None:
             self._log.close()
         trained = [watched for watched in self.watched if watched.steps]
         if trained:
             from mechanic.cli.answer import describe
 
-            for index, watched in enumerate(trained):
+            for index, watched in enumerate(trained[:_DESCRIBED]):
                 self._say(describe(watched, per_group=self.settings.per_group), blank=index == 0)
+            if len(trained) > _DESCRIBED:
+                self._say(f"and {len(trained) - _DESCRIBED} more optimizers")
             if self._log is not None:
                 self._say(f"the learned rates of every {self.settings.every} steps are in {self.settings.log}")
-        elif is_main and not self.watched and not self.has_spawned:
+        elif even_if_nothing and not self.watched and not self.has_spawned:
             which = "that Mechanic could wrap" if self.left else "of PyTorch's"
             self._say(f"the script built no optimizer {which}, so nothing was tuned")
 
@@ -83,6 +91,12 @@ class Session:
             watched.half_scales = watched.scales()
         if self.settings.probe is not None and all(each.steps >= self.settings.probe for each in self.watched):
             raise ProbeIsDone
+
+    def _say_once(self, what: str, text: str) -> None:
+        """A script may build an optimizer for every parameter, in one line."""
+        if what not in self._said:
+            self._said.add(what)
+            self._say(text)
 
     def _say(self, text: str, *, blank: bool = False) -> None:
         """On stderr, so that what the script prints can still be piped; of several ranks, by the first."""

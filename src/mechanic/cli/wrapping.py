@@ -153,7 +153,7 @@ class _Start:
 
 
 def _start_in_spawned_process(settings: Settings) -> None:
-    atexit.register(start(settings).report, is_main=False)
+    atexit.register(start(settings).report, even_if_nothing=False)
 
 
 def _reach_spawned_processes(session: Session) -> None:
