@@ -41,7 +41,9 @@ def run(name, lr=None, *, wrapped=False):
     """The final loss of a script, and what was learned."""
     arguments = [] if lr is None else ["--lr", repr(lr)]
     if name.startswith("ddp"):
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"] * (name == "ddp")
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", "127.0.0.1:0"]
+        launcher *= name == "ddp"
         command = [*launcher, *(["-m", "mechanic", "run"] * wrapped), str(SCRIPTS / f"{name}.py"), *arguments]
         found = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
         ended = Ended(found.returncode, found.stdout, found.stderr)
