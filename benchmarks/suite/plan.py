@@ -20,6 +20,7 @@ from benchmarks.suite.tasks import (
     IMAGES,
     LANGUAGE,
     LONG,
+    LONGER,
     TABULAR,
     TASKS,
     WIDTHS,
@@ -51,6 +52,7 @@ SUITES = {
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
 SUITES["development"] = _product([TASKS[name] for name in DEVELOPMENT], EVERYONE)
 SUITES["held-out"] = _product([TASKS[name] for name in HELD_OUT], EVERYONE)
+SUITES["horizons"] = _product(LONGER, _ADAMW)
 # Where a run takes a few seconds.
 SUITES["defaults"] = _product(
     [*CONVEX, TABULAR, *IMAGES[2:], GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]

@@ -318,4 +318,17 @@ CHANGED = [
 
 CPU = [*CONVEX, TABULAR, *IMAGES, *LANGUAGE, *FINE_TUNING]
 WIDER = [*NEW_KINDS, *CHANGED]
-TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG, *WIDER]}
+
+
+def _times(of: Task, factor: int) -> Task:
+    return of if factor == 1 else _changed(of, f"{factor}x", steps=factor * of.steps, seconds=factor * of.seconds)
+
+
+_of_horizons = ("mlp-fashion", "cnn-mnist", "gpt-shakespeare", "mlp-adult", "set-mnist", "noisy-regression")
+HORIZONS = {  # the same task over 1, 4 and 16 times its steps
+    task.name: {factor: _times(task, factor) for factor in (1, 4, 16)}
+    for task in [*CPU, *WIDER]
+    if task.name in _of_horizons
+}
+LONGER = [task for by_factor in HORIZONS.values() for task in by_factor.values()]
+TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG, *WIDER, *LONGER]}
