@@ -47,8 +47,19 @@ FIRST = {  # what is likely to notice a change, and takes longer than all should
     "torch/shards": ("torch/test_private.py", "torch/test_parallel.py"),
     "torch/kernels/eager": ("torch/test_kernels.py",),
     "torch/kernels/rounding": ("torch/test_rare_situations.py", "torch/test_half_precision.py"),
+    "torch/grouping": ("torch/test_delta_storage.py", "torch/test_parameters.py"),
+    "torch/kernels/storage": ("torch/test_storage.py", "torch/test_delta_storage.py"),
+    "torch/kernels/stored": ("torch/test_delta_storage.py",),
+    "torch/kernels/whole": ("torch/test_whole_lists.py",),
+    "torch/stored": ("torch/test_delta_storage.py",),
+    "torch/together": ("torch/test_together.py",),
+    "torch/muon": ("torch/test_muon.py",),
+    "torch/roles": ("torch/test_roles.py",),
+    "torch/capture": ("torch/test_capture.py",),
+    "jax/muon": ("jax/test_muon.py",),
     "jax/rounding": ("jax/test_half_precision.py",),
 }
+GPU = ("torch/triton", "torch/test_launches.py")  # first for all of mechanic.torch.gpu
 LAST = {"jax/shards": ("jax/test_parallel.py",), "jax/sums": ("jax/test_parallel.py",)}  # these take a minute
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
@@ -59,7 +70,8 @@ def tests_for(path: str) -> list[str]:
     torch, jax = ([f"{kind}/test_{test}.py" for test in tests] for kind, tests in (("torch", TORCH), ("jax", JAX)))
     framework = name.partition("/")[0]
     others = {"jax": jax, "torch": [*torch, *ORACLE]}.get(framework, [*torch[:4], *jax[:3]])
-    wanted = dict.fromkeys((*FIRST.get(name, ()), *others, *LAST.get(name, ())))
+    first = GPU if name.startswith("torch/gpu/") else FIRST.get(name, ())
+    wanted = dict.fromkeys((*first, *others, *LAST.get(name, ())))
     return [f"tests/{test}" for test in wanted]
 
 
