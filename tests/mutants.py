@@ -103,14 +103,15 @@ def meaning(code: str) -> str:
     return ast.dump(tree)
 
 
-def sample(size: int, seed: int) -> list[tuple[str, str, int]]:
-    """(path, operator, occurrence) of changes that Python could notice, drawn from all files."""
+def sample(size: int, seed: int, only: list[str]) -> list[tuple[str, str, int]]:
+    """(path, operator, occurrence) of changes that Python could notice, drawn from all files, or from some."""
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     files = [ROOT / "src/mechanic/tuner.py"]
     files += [path for kind in ("torch", "jax") for path in sorted((ROOT / "src/mechanic" / kind).rglob("*.py"))]
+    files = [path for path in files if not only or any(part in str(path) for part in only)]
     everything = [item.mutations[0] for item in _all_work_items(files, {})]
     random.Random(seed).shuffle(everything)
     print(f"{len(everything)} changes to {len(files)} files, {size} of them drawn with seed {seed}", flush=True)
@@ -209,6 +210,7 @@ def main() -> None:
     run = commands.add_parser("run")
     run.add_argument("--sample", type=int, default=320)
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--only", nargs="*", default=[], metavar="PART", help="files with one of these in their path")
     run.add_argument("--records", type=Path, default=Path("mutants.jsonl"))
     run.add_argument("--workers", type=int, default=2)
     commands.add_parser("show").add_argument("records", type=Path)
@@ -220,7 +222,7 @@ def main() -> None:
     if arguments.records.exists():  # go on where a run was stopped
         rows = [json.loads(line) for line in arguments.records.read_text().splitlines()]
         done = {(row["path"], row["operator"], row["occurrence"]) for row in rows}
-    jobs = [job for job in sample(arguments.sample, arguments.seed) if job not in done]
+    jobs = [job for job in sample(arguments.sample, arguments.seed, arguments.only) if job not in done]
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=work, args=(number, jobs[number :: arguments.workers], arguments.records.resolve()))
