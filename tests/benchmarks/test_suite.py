@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("ray")
 from benchmarks.report import pages
 from benchmarks.suite import plan, record
-from benchmarks.suite.contenders import BASES, CONTENDERS, MUON_MIDDLE, MUON_PLANE
+from benchmarks.suite.contenders import CONTENDERS, MUON_PLANE
 from benchmarks.suite.loop import Batches, Training, train_plainly
 from benchmarks.suite.measure import evaluate, measure
 from benchmarks.suite.record import EVALUATED_AT, Run, final, run_of
@@ -30,7 +30,7 @@ from benchmarks.suite.recordbook import RecordBook
 from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
-from tests.benchmarks.runs import needs_data, record_of
+from tests.benchmarks.runs import KINDS, needs_data, record_of, some_lr
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,10 +59,10 @@ def test_a_baseline_through_the_harness_equals_a_plain_loop_bit_for_bit():
 
 
 @needs_data
-@pytest.mark.parametrize("name", [*sorted({*CONTENDERS} - {*MUON_PLANE.lines}), f"muon {MUON_MIDDLE:g}"])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_contender_goes_through_the_loop(name):
     contender = CONTENDERS[name]
-    lr = contender.lr or {**BASES, "muon": MUON_MIDDLE}[contender.base]
+    lr = some_lr(contender)
     task = replace(TASKS["mlp-adult"], steps=60)
     found = measure(task, contender, lr, seed=0)
     losses = found["curve"]["train_loss"]
