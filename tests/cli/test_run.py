@@ -354,3 +354,21 @@ for optimizer in optimizers:
     assert found.err.count("mechanic: wrapped SGD at small.py:4") == 1
     assert found.err.count("mechanic: SGD at small.py:4") == 8
     assert "and 4 more optimizers" in found.err
+
+
+def test_a_class_keeps_its_signature(small):
+    """Frameworks filter what they pass by it."""
+    small.write_text("""
+import inspect, torch
+class Own(torch.optim.AdamW):
+    ...
+print(list(inspect.signature(Own).parameters)[:3])
+optimizer = Own([torch.nn.Parameter(torch.ones(2))], 0.1, (0.8, 0.9))
+optimizer.param_groups[0]["params"][0].sum().backward()
+optimizer.step()
+optimizer.step()
+""")
+    found = run_small(small)
+    assert found.out == "['params', 'lr', 'betas']\n"
+    assert "Own(params, lr=" in found.err
+    assert "betas=(0.8, 0.9))" in found.err

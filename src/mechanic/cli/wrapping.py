@@ -82,7 +82,7 @@ def _replace_new(module: types.ModuleType, session: Session) -> None:
     optimizer_class: Any = module.__dict__["Optimizer"]
     nesting = _Nesting()
 
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def build(cls: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         is_wrapper = any(isinstance(value, optimizer_class) for value in (*args, *kwargs.values()))
         # Without arguments it is a copy or an unpickled one. Accelerate's optimizer is around another.
@@ -95,13 +95,17 @@ def _replace_new(module: types.ModuleType, session: Session) -> None:
             reason = _reason_to_leave(cls, caller, session.settings)
             if reason is None:
                 try:
-                    return session.watch(_wrap(base, session.settings), caller, args, kwargs)
+                    optimizer = _wrap(base, session.settings)
                 except (TypeError, ValueError) as error:
                     reason = str(error)
+                else:
+                    return session.watch(optimizer, caller, args, kwargs)
         session.announce_left(cls, caller, reason)
         return _initialized(base)
 
-    optimizer_class.__new__ = staticmethod(new)
+    # Its __call__ is not a function of Python: else inspect.signature(cls) would show it, and not cls.__init__.
+    new: Any = build
+    optimizer_class.__new__ = staticmethod(new.__call__)
 
 
 def _mechanic_classes() -> tuple[type, ...]:
