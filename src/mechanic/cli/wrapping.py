@@ -82,7 +82,7 @@ def _replace_new(module: types.ModuleType, session: Session) -> None:
     optimizer_class: Any = module.__dict__["Optimizer"]
     nesting = _Nesting()
 
-    def build(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         is_wrapper = any(isinstance(value, optimizer_class) for value in (*args, *kwargs.values()))
         # Without arguments it is a copy or an unpickled one. Accelerate's optimizer is around another.
@@ -103,9 +103,7 @@ def _replace_new(module: types.ModuleType, session: Session) -> None:
         session.announce_left(cls, caller, reason)
         return _initialized(base)
 
-    # Its __call__ is not a function of Python: else inspect.signature(cls) would show it, and not cls.__init__.
-    new: Any = build
-    optimizer_class.__new__ = staticmethod(new.__call__)
+    optimizer_class.__new__ = staticmethod(new)
 
 
 def _mechanic_classes() -> tuple[type, ...]:
