@@ -1,6 +1,6 @@
 """A training function that can be tried with and without Mechanic, on a grid if you like:
 
-    python -m benchmarks try examples/own_training.py:train --lr 3e-3 --grid
+    mechanic try examples/own_training.py:train --lr 3e-3 --grid
 
 It takes a function that builds the optimizer and yields the loss of every step; the rest is yours.
 """

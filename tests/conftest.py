@@ -32,6 +32,7 @@ FAST = set(Path(__file__).with_name("fast.txt").read_text().splitlines())
 UNMEASURED = (
     "tests/benchmarks/",
     "tests/campaign/",
+    "tests/cli/test_run.py::test_a_script_trains",
     "tests/jax/test_examples.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
