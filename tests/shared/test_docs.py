@@ -67,7 +67,9 @@ def test_no_block_is_overlooked(page):
 
 
 def test_blocks_share_a_namespace_and_those_marked_are_parsed_only():
-    page = "<!-- run first:\na = 1\n-->\n\n```python\nb = a + 1\n```\n\n<!-- not run: no GPU -->\n```python\n1 / 0\n```\n"
+    page = (
+        "<!-- run first:\na = 1\n-->\n\n```python\nb = a + 1\n```\n\n<!-- not run: no GPU -->\n```python\n1 / 0\n```\n"
+    )
     assert run(page, "page")["b"] == 2
     with pytest.raises(ZeroDivisionError):
         run(page.replace("not run", "was run"), "page")
