@@ -1,8 +1,8 @@
 """Train a model whose parameters are bfloat16, all of them, without a float32 master copy.
 
 Towards the end of a schedule steps fall below the last bit of a bfloat16. A bare optimizer loses them, and ends above
-what it reaches in float32: the smaller its learning rate, the more. Mechanic keeps what rounding cuts off, two bytes per
-parameter, so that small steps add up.
+what it reaches in float32: the smaller its learning rate, the more. Mechanic keeps what rounding cuts off, two bytes
+per parameter, so that small steps add up.
 """
 
 import torch
