@@ -39,7 +39,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     print(f"Train loss after {STEPS} steps on digits:", flush=True)
     for name, lr in {**{f"AdamW at {lr:g}": lr for lr in ADAMW_LRS}, "Mechanic(AdamW)": None}.items():
-        print(
-            f"{name:<15}  float32 {train(torch.float32, lr):.4f}, bfloat16 {train(torch.bfloat16, lr):.4f}", flush=True
-        )
+        single, half = train(torch.float32, lr), train(torch.bfloat16, lr)
+        print(f"{name:<15}  float32 {single:.4f}, bfloat16 {half:.4f}", flush=True)
     print("In bfloat16 a bare AdamW loses its small steps to rounding. Mechanic keeps them, and learns its own rate.")

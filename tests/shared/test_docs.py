@@ -1,7 +1,7 @@
 """Every Python block of the README and the docs runs, page by page and in order.
 
-Each page has one namespace, which begins with ``START``. What a page needs beyond that stands in a comment that readers do
-not see, ``<!-- run first: ... -->``. A block below ``<!-- not run: reason -->`` is only parsed: it needs a GPU or a
+Each page has one namespace, which begins with ``START``. What a page needs beyond that stands in a comment that readers
+do not see, ``<!-- run first: ... -->``. A block below ``<!-- not run: reason -->`` is only parsed: it needs a GPU or a
 framework that is not installed here.
 """
 
