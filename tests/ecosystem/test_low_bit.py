@@ -85,7 +85,7 @@ def test_the_others_cannot_be_copied_bare_either(base):
     model = base.model()
     bare = base.make(model.parameters(), lr=1e-3)
     train(model, bare, 1)
-    with pytest.raises(NotImplementedError if base.has_own_tensors else AttributeError, match="clone|initialized"):
+    with pytest.raises(NotImplementedError if base.has_own_tensors else AttributeError, match=r"clone|initialized"):
         train(*copy.deepcopy((model, bare)), 1)
 
 

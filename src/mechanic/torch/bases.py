@@ -183,8 +183,9 @@ def casts_state(base: Optimizer) -> bool:
 
 
 def knows_bfloat16(base: Optimizer) -> bool:
-    """Whether a base may make its state of bfloat16 parameters as it does by itself."""
-    return all(type(member) in _KNOWS_BFLOAT16 or is_low_bit(member) for member in members_of(base))
+    """Whether a base may step on Delta and make its state of bfloat16 parameters as it does by itself."""
+    known = all(type(member) in _KNOWS_BFLOAT16 or is_low_bit(member) for member in members_of(base))
+    return known and decoupled_decays(base, also_at_zero=True) is not None
 
 
 def decoupled_decays(base: Optimizer, *, also_at_zero: bool = False) -> list[float] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mechanic.torch.kernels import eager
 from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
 from mechanic.torch.kernels.storage import Noises
-from mechanic.torch.layout import DELTA, RESIDUAL
+from mechanic.torch.layout import DELTA, RESIDUAL, params_of
 from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import is_dtensor, locals_of, set_local, wide_twin
 
@@ -29,13 +29,13 @@ class Scaling(NamedTuple):
 
 
 @contextmanager
-def widened(base: Optimizer, params: Iterable[Tensor]) -> Iterator[None]:
+def widened(base: Optimizer, *, but_for: torch.dtype | None) -> Iterator[None]:
     """Present half-precision parameters as float32, which the base steps on: torch casts loaded state to match."""
 
     def nothing_like(p: Tensor) -> Tensor:
         return torch.empty(0, dtype=working_dtype(p.dtype), device=p.device)
 
-    half = [p for p in params if is_half_precision(p.dtype)]
+    half = [p for p in params_of(base.param_groups) if is_half_precision(p.dtype) and p.dtype != but_for]
     originals = [(p, p.data, p.grad) for p in half if not is_dtensor(p)]
     try:
         for p, _, _ in originals:

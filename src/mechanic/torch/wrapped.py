@@ -62,16 +62,15 @@ class Wrapped(Generic[BaseT]):
 
     def begin(self) -> None:
         """Give every group a tuner, once everything has been checked."""
-        params = list(params_of(self.groups))
         self.assign_tuners()
         try:
-            if any(is_half_precision(p.dtype) for p in params if p in self.base.state):
+            if any(is_half_precision(p.dtype) for p in params_of(self.groups) if p in self.base.state):
                 with self.as_it_steps():
                     self.base.load_state_dict(self.base.state_dict())  # casts state to what the base will step on
         except Exception:
             tuners.remove_tuners(self.groups)
             raise
-        self.elements = sum(p.numel() for p in params)
+        self.elements = sum(p.numel() for p in params_of(self.groups))
         self.complete_state()
         self.watch_direct_steps()
 
@@ -184,14 +183,11 @@ class Wrapped(Generic[BaseT]):
     @property
     def is_in_own_dtype(self) -> bool:
         """Whether the base sees bfloat16 parameters as such, and makes its state of them as it does by itself."""
-        if self.own_iterates or not (is_stored(torch.bfloat16, self.delta) and knows_bfloat16(self.base)):
-            return False
-        return decoupled_decays(self.base, also_at_zero=True) is not None
+        return not self.own_iterates and is_stored(torch.bfloat16, self.delta) and knows_bfloat16(self.base)
 
     def as_it_steps(self) -> AbstractContextManager[None]:
         """While the base loads state: show it parameters in the dtype that it steps on, which torch casts to."""
-        own = {torch.bfloat16} if self.is_in_own_dtype else set()
-        return widened(self.base, [p for p in params_of(self.groups) if p.dtype not in own])
+        return widened(self.base, but_for=torch.bfloat16 if self.is_in_own_dtype else None)
 
     def complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is complete.
