@@ -24,6 +24,7 @@ quick:
 check:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy
 	PYTHONPATH=src:. $(BIN)/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py

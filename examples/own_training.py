@@ -34,4 +34,4 @@ def train(make_optimizer):
 
 if __name__ == "__main__":
     *_, last = train(functools.partial(torch.optim.AdamW, lr=3e-3))
-    print(f"last loss {last:.3f}")
+    print(f"last loss {last:.3f} with AdamW at 0.003; {__doc__.splitlines()[2].strip()} compares it with Mechanic")

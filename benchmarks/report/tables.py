@@ -48,6 +48,27 @@ def summary(results: Results, key: str = "train_loss") -> str:
     )
 
 
+def bases(results: Results) -> str:
+    """Mechanic by base optimizer, each against the same optimizer with its best learning rate."""
+    ours = results.family("mechanic")
+    rows = []
+    for base, label in BASES.items():
+        found = {task: value for (task, of), value in ours.items() if of == base}
+        if not found:
+            continue
+        worst = max(found, key=found.__getitem__)
+        rows.append(
+            [
+                label,
+                f"{sum(value <= 0.02 for value in found.values())} of {len(found)}",
+                percent(statistics.median(found.values())),
+                percent(statistics.mean(max(value, 0.0) for value in found.values())),
+                f"{percent(found[worst])} ({worst})",
+            ]
+        )
+    return table(["", "within 2 %", "median ρ %", "mean ρ %, gains as 0", "worst"], rows)
+
+
 def by_base(results: Results, cell: Callable[[str, str], str]) -> str:
     """A row per task, a column per base; what has not been run stays empty."""
     rows = []
@@ -217,6 +238,7 @@ def of_suite(results: Results, make: Callable[[Results], str], tasks: Iterable[s
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
+    "bases": bases,
     "summary-test": functools.partial(summary, key="test_loss"),
     "per-task": per_task,
     "peers": peers,
