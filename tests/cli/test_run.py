@@ -49,7 +49,7 @@ SHORTER = {  # than by default, and how many steps that makes
     "regression": (["--steps", "100"], 100),
     "reinforce": (["--episodes", "61"], 61),
     "amp": (["--steps", "60"], 60),
-    "compiled": (["--steps", "30"], 30),
+    "compiled": (["--steps", "30", "--backend", "eager"], 30),
     "image_groups": (["--epochs", "3"], 84),
     "resumed": (["--steps", "60"], 30),
     "own_classes": (["--steps", "50"], 50),
