@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.layout import DELTA, RESIDUAL
 from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import locals_of, set_local
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Scaling(NamedTuple):
@@ -188,6 +191,20 @@ class Bucket:
         values = self._values()
         eager.add_scaled_step(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
+
+    def split(self, most: int) -> Iterator[Self]:
+        """Buckets of at most so many elements, or of one tensor that has more."""
+        first = elements = 0
+        for index, p in enumerate(self._local_params()):
+            if index > first and elements + p.numel() > most:
+                yield self._some(first, index)
+                first, elements = index, 0
+            elements += p.numel()
+        yield self._some(first, len(self.params))
+
+    def _some(self, first: int, end: int, **lists: Any) -> Self:
+        params, mechanic_state = self.params[first:end], self.mechanic_state[first:end]
+        return replace(self, _originals=[], params=params, mechanic_state=mechanic_state, **lists)
 
     def _require_scaling(self) -> Scaling:
         assert self._scaling is not None, "scale_with comes first"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ CHOICES = (None, torch.float32, torch.bfloat16, INT8)
 """What Mechanic's ``delta`` can be."""
 
 PART = 1 << 20
-"""Elements that a base which steps on Delta is lent at a time: 4 MB of a decoded Delta, or one larger tensor."""
+"""Elements that are lent at a time to a base which steps on Delta: 4 MB of a decoded Delta, or one larger tensor."""
 
 
 def check_choice(delta: Any) -> None:
@@ -39,9 +38,15 @@ def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch
     return chosen if chosen.itemsize < working.itemsize else working
 
 
-def noises_of(delta: torch.dtype | str | None, tuner: TunerState) -> Noises | None:
-    """What stored Deltas are rounded with in this step; every step has its number, finite or not."""
-    return None if delta is None else Noises(tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0])
+def noises_of(delta: torch.dtype | str | None, tuner: TunerState, *, again: bool = False) -> Noises | None:
+    """What stored Deltas are rounded with in this step; every step has its number, finite or not.
+
+    If they are rounded ``again`` in one step, that has a number too.
+    """
+    if delta is None:
+        return None
+    count = tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0]
+    return Noises(-1 - count if again else count)
 
 
 def delta_state_of(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -141,19 +146,8 @@ class StoredBucket(Bucket):
             kernels.add_scaled(values, self.stored, self._scalar(before - after))
             self._store(values)
 
-    def split(self, most: int) -> Iterator[StoredBucket]:
-        """Buckets of at most so many elements, or of one tensor that has more."""
-        first = elements = 0
-        for index, p in enumerate(self._local_params()):
-            if index > first and elements + p.numel() > most:
-                yield self._some(first, index)
-                first, elements = index, 0
-            elements += p.numel()
-        yield self._some(first, len(self.params))
-
-    def _some(self, first: int, end: int) -> StoredBucket:
-        lists = {name: getattr(self, name)[first:end] for name in ("params", "mechanic_state", "numbers")}
-        return replace(self, _originals=[], **lists)
+    def _some(self, first: int, end: int, **lists: Any) -> StoredBucket:
+        return super()._some(first, end, numbers=self.numbers[first:end])
 
     def _noise(self) -> Noise:
         noises = self._require_scaling().noises
