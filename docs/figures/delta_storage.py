@@ -124,13 +124,13 @@ def print_losses(names):
 
 
 def print_backward_bytes():
-    """Of a GPT with six layers and 64 tokens, where activations are few; without what is kept between steps."""
-    tokens = torch.randint(65, (1, 65), generator=torch.Generator().manual_seed(0))
+    """Of a GPT with six layers and 16 tokens, so that activations are few; without what is kept between steps."""
+    tokens = torch.randint(65, (1, 17), generator=torch.Generator().manual_seed(0))
     for fused in (True, False):
         found = {}
         for in_backward in (False, True):
             torch.manual_seed(0)
-            model = GPT(vocabulary=65, length=64, width=384, layers=6, heads=8, dropout=0.0)
+            model = GPT(vocabulary=65, length=16, width=384, layers=6, heads=8, dropout=0.0)
             optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused, foreach=not fused))
             optimizer.step_in_backward(in_backward)
 

@@ -8,13 +8,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, backward
 from tests.torch import parallel
 
 STEPS = 20
 
 
 def wrap(model, base, per_group, **options):
+    backward.WAITING = 1 if per_group else 100  # these parameters are small
     optimizer = parallel.wrap(model, base, per_group, **options)
     optimizer.step_in_backward()
     return optimizer

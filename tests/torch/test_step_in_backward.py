@@ -16,15 +16,31 @@ from torch.utils.checkpoint import checkpoint
 
 from mechanic import TunerConfig
 from mechanic.torch import Mechanic, MechanicAdamW, Together, layer_groups
+from mechanic.torch import backward as in_backward
 from tests.shared import oracle
 from tests.torch import parallel_backward
 from tests.torch.bases import BASES, BY_NAME
 from tests.torch.memory import allocations
 from tests.torch.paths import by_default, failing, on_copies
 from tests.torch.task import backward, batch, learned, mlp, same_bits, scale, snapshot, train
+from tests.torch.test_no_sync import take_steps
 from tests.torch.test_parallel import assert_followed, run
 
 STEPS = 60
+
+
+DEFAULT = in_backward.WAITING
+
+
+@pytest.fixture(autouse=True)
+def waiting(monkeypatch, request):
+    """By default the parameters of these tests are so small that all would wait for step(). Here none waits."""
+    elements = getattr(request, "param", 1)
+    monkeypatch.setattr(in_backward, "WAITING", elements)
+    return elements
+
+
+some_wait = pytest.mark.parametrize("waiting", [1, 100, DEFAULT], indirect=True, ids=["none", "some", "all"])
 
 
 class Oracle(oracle.Oracle):
@@ -94,10 +110,14 @@ def distance(model, twin):
     return ((a - b).norm() / b.norm()).item()
 
 
-PATHS = [(base, wrap) for base in ("AdamW", "momentum") for wrap in (by_default, on_copies)]
-
-
-@pytest.mark.parametrize(("base", "wrap"), [*PATHS, ("Lion", by_default)])
+@pytest.mark.parametrize(
+    ("base", "wrap", "waiting"),
+    [
+        *(("AdamW", by_default, waiting) for waiting in (1, 100, DEFAULT)),
+        *(("AdamW", on_copies, 1), ("momentum", by_default, 1), ("momentum", on_copies, 100), ("Lion", by_default, 1)),
+    ],
+    indirect=["waiting"],
+)
 def test_float64_follows_its_oracle(base, wrap):
     model, optimizer = wrapped_mlp(base, wrap)
     schedule = LambdaLR(optimizer, shape)
@@ -127,6 +147,7 @@ def test_every_base_follows_the_usual_step_where_nothing_is_forgotten(base):
     assert counted[0] == counted[1]
 
 
+@pytest.mark.parametrize("waiting", [1, DEFAULT], indirect=True)
 def test_gradients_are_never_all_there_at_once():
     """The most that a step takes, forward and backward pass included, is less by all gradients but the largest."""
 
@@ -148,8 +169,20 @@ def test_gradients_are_never_all_there_at_once():
     assert (most(False) - most(True)) / layer == pytest.approx(7, abs=0.2)
 
 
-@pytest.mark.parametrize("delta", [None, torch.bfloat16, "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", ["AdamW", "SGD momentum"])
+def test_a_step_does_not_wait_for_the_device(base):
+    def wrap(bare):
+        optimizer = Mechanic(bare)
+        optimizer.step_in_backward()
+        return optimizer
+
+    assert take_steps(wrap, BY_NAME[base], "cuda") <= take_steps(lambda bare: bare, BY_NAME[base], "cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "delta"),
+    [(torch.float32, torch.bfloat16), (torch.float32, "int8"), (torch.bfloat16, None), (torch.bfloat16, "int8")],
+)
 def test_every_storage_trains_as_in_the_usual_mode(delta, dtype):
     losses = []
     for enabled in (False, True):
@@ -162,6 +195,20 @@ def test_every_storage_trains_as_in_the_usual_mode(delta, dtype):
     assert ours < 0.6
 
 
+@some_wait
+@pytest.mark.parametrize("delta", [torch.bfloat16, "int8"])
+def test_a_stored_delta_is_rounded_as_in_the_usual_step(delta):
+    codes = []
+    for enabled in (False, True):
+        model = mlp()
+        optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0), delta=delta)
+        optimizer.step_in_backward(enabled)
+        train(model, optimizer, 1)
+        codes.append([optimizer.state[p]["mechanic_delta"] for p in model.parameters()])
+    assert same_bits(*codes)
+
+
+@some_wait
 def test_parameters_without_a_gradient_count_and_move():
     class Unused(torch.nn.Module):
         def __init__(self):
@@ -187,6 +234,7 @@ def test_parameters_without_a_gradient_count_and_move():
     assert ours.state[model.sometimes.weight]["mechanic_delta"].any()
 
 
+@some_wait
 def test_several_tuners_and_groups_with_options_follow_the_usual_step():
     found = []
     for enabled in (False, True):
@@ -202,6 +250,7 @@ def test_several_tuners_and_groups_with_options_follow_the_usual_step():
     assert len(set(scales.values())) == 2
 
 
+@some_wait
 def test_optimizers_together_follow_the_usual_step():
     found = []
     for enabled in (False, True):
@@ -288,6 +337,7 @@ def test_a_frozen_one_steps_in_the_backward_pass(base):
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
+@some_wait
 def test_freezing_in_the_middle_keeps_stepping_in_the_backward_pass():
     model, optimizer = wrapped_mlp()
     train(model, optimizer, 20)
@@ -295,8 +345,8 @@ def test_freezing_in_the_middle_keeps_stepping_in_the_backward_pass():
     before = [p.detach().clone() for p in model.parameters()]
     backward(model, 20)
     assert all(p.grad is None for p in model.parameters())
-    assert not any(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
     optimizer.step()
+    assert not any(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_after_release_gradients_stay_for_the_base():
@@ -387,6 +437,7 @@ def test_each_gradient_can_be_clipped_by_a_hook_that_is_registered_before():
 # Trainers.
 
 
+@some_wait
 def test_onetrainer_steps_parameters_in_its_own_hooks_and_calls_step_at_the_end():
     model, twin = mlp(dtype=torch.float64), mlp(dtype=torch.float64)
     optimizer, other = (MechanicAdamW(each.parameters()) for each in (model, twin))
@@ -404,6 +455,7 @@ def test_onetrainer_steps_parameters_in_its_own_hooks_and_calls_step_at_the_end(
     assert same_bits(snapshot(model, optimizer), snapshot(twin, other))
 
 
+@some_wait
 def test_sd_scripts_steps_parameters_in_its_own_hooks_and_never_calls_step():
     model, twin = mlp(dtype=torch.float64), mlp(dtype=torch.float64)
     optimizer, other = (MechanicAdamW(each.parameters()) for each in (model, twin))
@@ -447,6 +499,7 @@ def test_a_closure_makes_the_same_step():
     assert same_bits(snapshot(model, optimizer), snapshot(twin, other))
 
 
+@some_wait
 def test_a_backward_pass_that_is_broken_off_can_be_forgotten():
     model, optimizer = wrapped_mlp()
     train(model, optimizer, 5)

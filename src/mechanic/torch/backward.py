@@ -1,7 +1,8 @@
 """A step whose gradients come one by one, inside the backward pass, so that each is freed as soon as it was used.
 
-When the gradient of a parameter is there, its part of the five sums is measured, and the base steps on it alone, with
-the S of before: x = x_1 + S (Delta + u). When all have come, S' and k are known, and a pass over Delta, which needs no
+When the gradient of a parameter is there, its part of the five sums is measured, and the base steps on it, with the S
+of before: x = x_1 + S (Delta + u). Small ones wait for each other, since calls would cost more than the work. When all
+have come, S' and k are known, and a pass over Delta, which needs no
 gradients, brings the parameters to x_1 + S' Delta' with Delta' = k (Delta + u).
 
 In the usual step Delta' = k Delta + u. What u was is not known any more when k is, and keeping it would take as much
@@ -25,7 +26,7 @@ from mechanic.torch import capture, freezing
 from mechanic.torch.arrays import array_module
 from mechanic.torch.base_step import numbers_in, set_numbers, shown_only
 from mechanic.torch.buckets import Scaling
-from mechanic.torch.layout import ROW, Group, params_of
+from mechanic.torch.layout import Group, params_of
 from mechanic.torch.private import is_inside_backward, mark_as_stepped, outside_of_compiled_code
 from mechanic.torch.probe import steps_one_by_one
 from mechanic.torch.shards import Reduction, require_final_gradients
@@ -34,6 +35,9 @@ from mechanic.torch.stored import PART, StoredBucket, noises_of
 from mechanic.torch.tuners import rows_of
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, total_scale
+
+WAITING = 1 << 18
+"""Elements of gradients that wait until they are stepped with together: 1 MB in float32, or one larger tensor."""
 
 _GRAD_SQ = SUMS.index("grad_sq")
 _OBSERVED = (
@@ -57,13 +61,14 @@ class _Step:
 
     reduction: Reduction
     places: dict[Tensor, _Place]  # of all parameters that are trained
-    come: set[Tensor] = field(default_factory=set)  # whose gradients have been used
-    sums: dict[int, Tensor] = field(default_factory=dict)  # of these, [5] by row of the tuner
-    scalings: dict[int, Scaling] = field(default_factory=dict)  # by S of before, by row of the tuner
+    come: set[Tensor] = field(default_factory=set)  # whose gradients have come
+    waiting: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that have not been stepped with yet
+    elements: int = 0  # of these
+    sums: dict[int, Tensor] = field(default_factory=dict)  # of all others that have come, [5] by row of the tuner
 
 
 class Arrivals:
-    """Makes steps of gradients that come one by one. With ``hooked``, hooks on the parameters bring them."""
+    """Makes steps of gradients that come one by one. If ``hooked``, hooks on the parameters bring them."""
 
     def __init__(self, wrapped: Wrapped[Any], hooked: bool = False) -> None:
         self._wrapped = wrapped
@@ -102,7 +107,7 @@ class Arrivals:
     @outside_of_compiled_code
     @torch.no_grad()
     def take(self, p: Tensor) -> None:
-        """Step one parameter, and free its gradient."""
+        """Take the gradient of a parameter away, and step with it, now or together with the next ones."""
         if p.grad is None:
             return
         with self._lock:
@@ -113,16 +118,13 @@ class Arrivals:
                     "cannot be accumulated over several backward passes. Call step() after every one of them, or "
                     "zero_grad() if one was broken off; or accumulate without step_in_backward()"
                 )
-            if (place := step.places.get(p)) is None:
+            if p not in step.places:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not one that this optimizer trains")
-            with shown_only(self._wrapped.base, [(place.group, [p])]):
-                set_numbers(place.group, place.numbers)
-                if self._wrapped.is_frozen:
-                    freezing.step_frozen(self._wrapped)
-                else:
-                    self._step_alone(step, place)
             step.come.add(p)
-            p.grad = None
+            step.waiting[p], p.grad = p.grad, None
+            step.elements += p.numel()
+            if step.elements >= WAITING:
+                self._step_waiting(step)
 
     def step(self) -> bool:
         """End a step, whether gradients have come or not: all ranks have to. False if this is not the way to step."""
@@ -140,10 +142,10 @@ class Arrivals:
             if self._step is None:
                 return
             require_all_gradients(self._wrapped, self._step.come)
-            for p in self._step.places:  # those without a hook
-                if p.grad is not None:
-                    self.take(p)
+            for p in self._step.places:
+                self.take(p)  # if it has no hook
             step, self._step = self._step, None
+            self._step_waiting(step)
             if not self._wrapped.is_frozen:
                 self._finish(step)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
@@ -175,23 +177,46 @@ class Arrivals:
         self._step = _Step(reduction, places)
         return self._step
 
-    def _step_alone(self, step: _Step, place: _Place) -> None:
-        """Measure the one parameter that is shown, and let the base step on it, with the S of before."""
+    def _step_waiting(self, step: _Step) -> None:
+        """Step with the gradients that wait, as if the optimizer had no other parameters."""
+        if not step.waiting:
+            return
+        waiting, step.waiting, step.elements = step.waiting, {}, 0
+        shown: dict[int, tuple[Group, list[Tensor]]] = {}
+        for p, grad in waiting.items():
+            group = step.places[p].group
+            shown.setdefault(id(group), (group, []))[1].append(p)
+            p.grad = grad
+        try:
+            with shown_only(self._wrapped.base, list(shown.values())):
+                for group, params in shown.values():
+                    set_numbers(group, step.places[params[0]].numbers)
+                if self._wrapped.is_frozen:
+                    freezing.step_frozen(self._wrapped)
+                else:
+                    self._step_shown(step)
+        finally:
+            for p in waiting:
+                p.grad = None
+
+    def _step_shown(self, step: _Step) -> None:
+        """Measure the parameters that are shown, and let the base step on them, with the S of before."""
         wrapped = self._wrapped
-        _, [bucket] = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
-        if isinstance(bucket, StoredBucket):
-            bucket.numbers[0] += place.number
-        row = place.group[ROW]
-        if row not in step.scalings:
-            tuner = wrapped.read_tuners([bucket])[1]  # that of the one group that is shown
-            scale = total_scale(tuner, torch)
-            step.scalings[row] = Scaling(scale, scale, noises=noises_of(wrapped.delta, tuner))
-        sums = bucket.measure()
-        bucket.discard_grads_unless(array_module(sums.device).isfinite(sums[_GRAD_SQ]).reshape(1))
-        bucket.scale_with(step.scalings[row])
-        [stepped] = wrapped.step_base([bucket])
-        bucket.move(stepped)
-        step.sums[row] = step.sums[row] + sums.to(step.sums[row]) if row in step.sums else sums
+        _, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
+        tuner = wrapped.read_tuners(buckets)[1]
+        sums = sum_by_tuner([(bucket.row, bucket.measure()) for bucket in buckets], len(SUMS), like=tuner.scales)
+        finite = array_module(sums.device).isfinite(sums.unbind(-1)[_GRAD_SQ])
+        scale = total_scale(tuner, torch)
+        scaling = Scaling(scale, scale, noises=noises_of(wrapped.delta, tuner))
+        for bucket in buckets:
+            bucket.discard_grads_unless(finite)
+            bucket.scale_with(scaling)
+            if isinstance(bucket, StoredBucket):
+                bucket.number_as([step.places[p].number for p in bucket.params])
+        for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
+            bucket.move(stepped)
+        for row, of_row in zip(sorted(rows_of(wrapped.groups)), sums.unbind(), strict=True):
+            step.sums[row] = step.sums[row] + of_row.to(step.sums[row]) if row in step.sums else of_row
 
     def _finish(self, step: _Step) -> None:
         """From x_1 + S (Delta + u) to x_1 + S' k (Delta + u)."""
@@ -209,7 +234,7 @@ class Arrivals:
             for some in bucket.split(PART):  # half-precision parameters are worked on in float32
                 some.scale_with(scaling)
                 some.move([])
-        remember(wrapped, betas, tuned, array_module(sums.device).isfinite(sums[:, _GRAD_SQ]))
+        remember(wrapped, betas, tuned, array_module(sums.device).isfinite(sums.unbind(-1)[_GRAD_SQ]))
 
     def _refuse_unsuitable(self) -> None:
         if self._is_suitable:
@@ -273,7 +298,7 @@ class StepsInBackward(Optimizer):
         self._arrivals.hook(enabled)
 
     def step_parameter(self, parameter: Tensor, group: Group | None = None, i: int | None = None) -> None:
-        """Step one parameter and free its gradient, for trainers with hooks of their own; call ``step()`` at the end.
+        """Step one parameter and take its gradient, for trainers with hooks of their own; call ``step()`` at the end.
 
         OneTrainer calls it so. ``group`` and ``i``, where it is in there, are not needed.
         """

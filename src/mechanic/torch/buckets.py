@@ -197,12 +197,13 @@ class Bucket:
         first = elements = 0
         for index, p in enumerate(self._local_params()):
             if index > first and elements + p.numel() > most:
-                yield self._some(first, index)
+                yield self.part(first, index)
                 first, elements = index, 0
             elements += p.numel()
-        yield self._some(first, len(self.params))
+        yield self.part(first, len(self.params))
 
-    def _some(self, first: int, end: int, **lists: Any) -> Self:
+    def part(self, first: int, end: int, **lists: Any) -> Self:
+        """The parameters from ``first`` to ``end`` as a bucket; ``lists`` are those that a subclass has."""
         params, mechanic_state = self.params[first:end], self.mechanic_state[first:end]
         return replace(self, _originals=[], params=params, mechanic_state=mechanic_state, **lists)
 

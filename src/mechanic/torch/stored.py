@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,13 @@ from mechanic.torch.layout import DELTA, DELTA_SCALES
 from mechanic.torch.shards import is_dtensor, locals_of
 from mechanic.tuner import TunerState
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 INT8 = "int8"
+SHARD = 20
+"""Where the number of a shard begins in a parameter's number for rounding."""
+
 CHOICES = (None, torch.float32, torch.bfloat16, INT8)
 """What Mechanic's ``delta`` can be."""
 
@@ -146,8 +152,12 @@ class StoredBucket(Bucket):
             kernels.add_scaled(values, self.stored, self._scalar(before - after))
             self._store(values)
 
-    def _some(self, first: int, end: int, **lists: Any) -> StoredBucket:
-        return super()._some(first, end, numbers=self.numbers[first:end])
+    def part(self, first: int, end: int, **lists: Any) -> Self:
+        return super().part(first, end, numbers=self.numbers[first:end])
+
+    def number_as(self, numbers: list[int]) -> None:
+        """Round as the parameters of these numbers, if this bucket was made of a part of the parameters only."""
+        self.numbers = [number >> SHARD << SHARD | new for number, new in zip(self.numbers, numbers, strict=True)]
 
     def _noise(self) -> Noise:
         noises = self._require_scaling().noises
