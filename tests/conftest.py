@@ -54,6 +54,7 @@ NO_LATE_STATE = "its Adagrad makes state when it is built, and no more"
 OLD_TORCH_LACKS = {
     "tests/torch/test_parallel.py": NO_FSDP2,
     "tests/torch/test_torchrun.py": NO_FSDP2,
+    "tests/torch/test_step_in_backward.py::test_sharded_parameters": NO_FSDP2,
     "tests/torch/test_kills.py::test_a_few_kills_leave_no_trace[fsdp2": NO_FSDP2,
     "tests/torch/test_private.py::test_set_local_tensor": "its DTensor warns of CPUs",
     "[SequentialLR-AdamW-tensor-lr": "its SequentialLR changes the first learning rate if that is a tensor",
