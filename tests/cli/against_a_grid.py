@@ -78,7 +78,8 @@ def row(name):
 
 def main():
     names = sys.argv[2:] or TABLE
-    header = ["script", "", "optimizer", "learned rate", "loss", "… pasted", "best of grid", "loss", "script's own lr"]
+    header = ["script", "", "optimizer", "learned rate", "loss with Mechanic", "loss of plain at that rate"]
+    header += ["best of the grid", "its loss", "loss at the script's own rate"]
     lines = ["| " + " | ".join(header) + " |", "|---|---|---|" + "--:|" * 6]
     for name in names:
         lines.append("| " + " | ".join(row(name)) + " |")

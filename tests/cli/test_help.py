@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mechanic
+from tests.cli.running import in_child
 from tests.cli.running import mechanic as command
 
 
@@ -44,3 +45,19 @@ def test_help_takes_less_than_150_ms_and_imports_no_framework(tmp_path):
 
 def test_the_version_is_told():
     assert command("--version").out == f"mechanic {mechanic.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["show", "last.pt"], ["try", "file.py:train", "--lr", "1"]])
+def test_without_pytorch_the_command_says_what_to_install(words):
+    def run():
+        hidden = [name for name in sys.modules if name.partition(".")[0] in ("torch", "mechanic")]
+        for name in hidden:
+            del sys.modules[name]
+        sys.modules["torch"] = None
+        from mechanic.cli import main
+
+        return main(words)
+
+    found = in_child(run)
+    assert found.code == 1
+    assert found.err == 'mechanic needs PyTorch: pip install "mechanic[torch]"\n'

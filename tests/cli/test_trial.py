@@ -121,7 +121,12 @@ def record(method, lr, final, learned=()):
             "Mechanic matched your learning rate (0.468 against 0.468), but the grid found a better learning rate: "
             "0.0316 reaches 0.253. The learned rate, 0.0013, was 24 times too small.",
         ),
-        (0.05, 0.2, {0.003: 0.327}, "Mechanic beat your learning rate (0.05 against 0.327), the learned rate is 0.2."),
+        (
+            0.05,
+            0.2,
+            {0.003: 0.327},
+            "Mechanic beat your learning rate (0.05 against 0.327) with a learned rate of 0.2.",
+        ),
         (
             *(0.5, 0.2, {0.003: 0.4, 0.01: 0.45, 0.001: 0.6}),
             "Mechanic lost to your learning rate (0.5 against 0.4), and yours was the best of the grid. The learned "
@@ -144,8 +149,8 @@ def record(method, lr, final, learned=()):
         ),
         (None, 0.1, {0.003: 0.4}, "Mechanic diverged here, while 0.003 reaches 0.4. Please report it with this file."),
         (None, 0.1, {0.003: None}, "Nothing trained: Mechanic and every learning rate tried diverged."),
-        (0.3, 0.1, {9.0: None}, "Your learning rate diverged, and Mechanic reached 0.3, the learned rate is 0.1."),
-        (-5.0, 0.1, {9.0: -4.0}, "Mechanic beat your learning rate (-5 against -4), the learned rate is 0.1."),
+        (0.3, 0.1, {9.0: None}, "Your learning rate diverged, and Mechanic reached 0.3 with a learned rate of 0.1."),
+        (-5.0, 0.1, {9.0: -4.0}, "Mechanic beat your learning rate (-5 against -4) with a learned rate of 0.1."),
     ],
 )
 def test_the_verdict_is_plain_also_where_mechanic_loses(learned, rate, plain, sentence):

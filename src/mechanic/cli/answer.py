@@ -16,7 +16,7 @@ def describe(watched: Watched, *, per_group: bool) -> str:
     name, steps = watched.cls.__name__, f"{watched.steps} step" + ("" if watched.steps == 1 else "s")
     rates = [_peak_rate(group, _peak_of(watched, index)) for index, group in enumerate(watched.groups)]
     lines = [f"{name} at {watched.place}, {steps}"]
-    if not all(rates):
+    if not any(rates):
         return "\n".join([*lines, "  no learning rate was learned; it takes some steps with gradients"])
     names = tuner_names(watched.groups, per_group=per_group)
     if len(set(rates)) == 1 and len({group[ROW] for group in watched.groups}) == 1:

@@ -70,8 +70,8 @@ class Session:
             if self._log is not None:
                 self._say(f"the learned rates of every {self.settings.every} steps are in {self.settings.log}")
         elif even_if_nothing and not self.watched and not self.has_spawned:
-            which = "that Mechanic could wrap" if self.left else "of PyTorch's"
-            self._say(f"the script built no optimizer {which}, so nothing was tuned")
+            kind = "optimizer that Mechanic could wrap" if self.left else "PyTorch optimizer"
+            self._say(f"the script built no {kind}, so nothing was tuned")
 
     # Hooks.
 

@@ -71,18 +71,17 @@ def verdict(records: list[Record]) -> str:
         return f"{said} Please report it with this file."
     worth = _against_own(learned, own)
     of_grid = f"{best['lr']:g} reaches {best['final']:.3g}" if best["final"] is not None else "all diverged"
-    rests = [f"the learned rate is {rate:.2g}"] if rate is not None and not others else []
-    if others and best is not own:
-        if _is_clearly_less(learned, best):
-            rests = [f"and no learning rate of the grid did as well ({of_grid})"]
-        elif _is_clearly_less(best, learned):
-            link = "and" if worth.startswith("Mechanic lost") else "but"
-            rests = [f"{link} the grid found a better learning rate: {of_grid}"]
-        else:
-            rests = [f"and the best of the grid does no better ({of_grid})"]
+    rest = f" with a learned rate of {rate:.2g}" if rate is not None and not others else ""
+    if others and best is own:
+        rest = ", and yours was the best of the grid"
+    elif others and _is_clearly_less(learned, best):
+        rest = f", and no learning rate of the grid did as well ({of_grid})"
+    elif others and _is_clearly_less(best, learned):
+        link = "and" if worth.startswith("Mechanic lost") else "but"
+        rest = f", {link} the grid found a better learning rate: {of_grid}"
     elif others:
-        rests = ["and yours was the best of the grid"]
-    sentence = ", ".join([worth, *rests]) + "."
+        rest = f", and the best of the grid does no better ({of_grid})"
+    sentence = f"{worth}{rest}."
     if others and rate is not None and _is_clearly_less(best, learned):
         sentence += _how_far_off(rate, best["lr"])
     if others and best["lr"] in (min(lrs := [r["lr"] for r in [own, *others]]), max(lrs)):

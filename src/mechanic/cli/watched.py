@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -54,12 +55,12 @@ def _is_linear(base: Any) -> bool:
 
 def _call_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
     """The arguments of a call but for the parameters and lr, as they would be written."""
-    try:
-        passed = inspect.signature(cls).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        passed = dict(kwargs)
-    extra = next((p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    if extra is not None:
-        passed = {**passed, **passed.pop(extra, {})}
-    shown = {name: repr(value) for name, value in list(passed.items()) if name not in ("params", "lr")}
+    passed = dict(kwargs)
+    with contextlib.suppress(TypeError, ValueError):  # one without a signature, or with another one
+        signature = inspect.signature(cls)
+        passed = dict(signature.bind(*args, **kwargs).arguments)
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                passed |= passed.pop(parameter.name, {})
+    shown = {name: repr(value) for name, value in passed.items() if name not in ("params", "lr")}
     return {name: text if len(text) <= _LONGEST and "\n" not in text else "..." for name, text in shown.items()}

@@ -95,9 +95,11 @@ def _replace_new(module: types.ModuleType, session: Session) -> None:
             reason = _reason_to_leave(cls, caller, session.settings)
             if reason is None:
                 try:
-                    return session.watch(_wrap(base, session.settings), caller, args, kwargs)
+                    optimizer = _wrap(base, session.settings)
                 except (TypeError, ValueError) as error:
                     reason = str(error)
+                else:
+                    return session.watch(optimizer, caller, args, kwargs)
         session.announce_left(cls, caller, reason)
         return _initialized(base)
 
