@@ -33,6 +33,7 @@ UNMEASURED = (
     "tests/benchmarks/",
     "tests/campaign/",
     "tests/jax/test_examples.py",
+    "tests/shared/test_docs.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
     "tests/torch/test_every_base.py",
