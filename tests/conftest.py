@@ -34,6 +34,7 @@ UNMEASURED = (
     "tests/campaign/",
     "tests/cli/test_run.py::test_a_script_trains",  # but for MEASURED
     "tests/jax/test_examples.py",
+    "tests/shared/test_docs.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
     "tests/torch/test_every_base.py",
