@@ -2,9 +2,9 @@
 
 ``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator; of bases in few
 bits, if torchao and bitsandbytes are installed. It takes names of dtypes. ``half`` trains an MLP with bfloat16
-parameters and prints its train and test loss, ``state`` with state in float32 and in bfloat16. ``time`` measures the processor time of a step on one thread. ``digits``
-trains an MLP on scikit-learn's digits. ``losses`` trains tasks of the suite, whose data it needs; without names, all
-that are listed below.
+parameters and prints its losses, ``state`` its train loss with the base's state in float32 and in bfloat16.
+``time`` measures the processor time of a step on one thread. ``digits`` trains an MLP on scikit-learn's digits.
+``losses`` trains tasks of the suite, whose data it needs; without names, all that are listed below.
 """
 
 import functools
