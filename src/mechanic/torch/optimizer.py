@@ -72,8 +72,9 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
         delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
-            parameter. It is rounded stochastically, without torch's random numbers. By default Delta is in float32, or
-            in the parameter's dtype if that is wider; complex parameters always have it so.
+            parameter. It is rounded stochastically, without torch's random numbers. AdamW, Adam, SGD and bases in few
+            bits then make their state of bfloat16 parameters in bfloat16, as they do bare. By default Delta is in
+            float32, or in the parameter's dtype if that is wider, as it always is of complex parameters.
 
     Example:
         >>> import torch
