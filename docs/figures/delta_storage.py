@@ -1,4 +1,4 @@
-"""What saves memory, and what it costs: the tables of memory.md, of Delta in fewer bytes and of steps in backward().
+"""What Delta in fewer bytes takes and what it costs: the tables of memory.md.
 
 ``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator; of bases in few
 bits, if torchao and bitsandbytes are installed. It takes names of dtypes. ``half`` trains an MLP with bfloat16
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.suite.contenders import base_class
 from benchmarks.suite.loop import Training
 from benchmarks.suite.measure import evaluate
-from benchmarks.suite.models import GPT
 from benchmarks.suite.record import EVALUATED_AT, final
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.tasks import TASKS
@@ -208,21 +207,15 @@ def print_digits(steps=300):
             print(f"digits {base} {name:9s} loss {each}  mean {statistics.mean(losses):.4f}", flush=True)
 
 
-def final_loss(task, base, delta, seed, in_backward=False):
+def final_loss(task, base, delta, seed):
     """The mean of the last three evaluations, and the loss at the start."""
     due = {round(share * task.steps) for share in (0.0, *EVALUATED_AT[-3:])}
 
     def build(model):
-        optimizer = Mechanic(base_class(base, task)(model.parameters(), lr=1.0), delta=delta)
-        optimizer.step_in_backward(in_backward)
-        return optimizer
+        return Mechanic(base_class(base, task)(model.parameters(), lr=1.0), delta=delta)
 
     losses = [evaluate(task, model)["train_loss"] for step, model, _ in Training(task, build, seed) if step in due]
     return statistics.mean(losses[1:]), losses[0]
-
-
-def best_of_sweep(records, name, base, seed):
-    return min(final(r) for run, r in records.items() if (run.task, run.contender, run.seed) == (name, base, seed))
 
 
 def print_losses(names):
@@ -232,7 +225,8 @@ def print_losses(names):
         for base in ("adamw", "sgd"):
             rows = {storage: [] for storage in STORAGES}
             for seed in SEEDS:
-                tuned = best_of_sweep(records, name, base, seed)
+                swept = [r for run, r in records.items() if (run.task, run.contender, run.seed) == (name, base, seed)]
+                tuned = min(final(record) for record in swept)
                 for storage, delta in STORAGES.items():
                     loss, start = final_loss(task, base, delta, seed)
                     rows[storage].append((loss, 100 * (loss - tuned) / (start - tuned)))
@@ -241,53 +235,6 @@ def print_losses(names):
                 gaps = " ".join(f"{gap:5.1f}" for _, gap in found)
                 mean = statistics.mean(gap for _, gap in found)
                 print(f"{name} {base} {storage:9s} loss {losses}  gap in % {gaps}  mean {mean:5.2f}", flush=True)
-
-
-def print_backward_bytes():
-    """Of a GPT with six layers and 16 tokens, so that activations are few; without what is kept between steps."""
-    tokens = torch.randint(65, (1, 17), generator=torch.Generator().manual_seed(0))
-    for fused in (True, False):
-        found = {}
-        for in_backward in (False, True):
-            torch.manual_seed(0)
-            model = GPT(vocabulary=65, length=16, width=384, layers=6, heads=8, dropout=0.0)
-            optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused, foreach=not fused))
-            optimizer.step_in_backward(in_backward)
-
-            def step():
-                torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:]).backward()  # noqa: B023
-                optimizer.step()  # noqa: B023
-                optimizer.zero_grad()  # noqa: B023
-
-            step()
-            _, most = allocations(step)
-            seconds = []
-            for _ in range(20):
-                start = time.process_time()
-                step()
-                seconds.append(time.process_time() - start)
-            found[in_backward] = most
-            print(
-                f"AdamW {'fused' if fused else 'foreach':7s} {'in backward()' if in_backward else 'usual':13s} at most "
-                f"{most / 1e6:5.1f} MB, {1e3 * statistics.median(seconds):.0f} ms",
-                flush=True,
-            )
-        gradients = sum(4 * p.numel() for p in model.parameters())
-        saved = found[False] - found[True]
-        print(f"saved {saved / 1e6:.1f} MB; the gradients are {gradients / 1e6:.1f} MB", flush=True)
-
-
-def print_backward_losses(names):
-    records = RecordBook(RECORDS).records
-    for name in names or RUNS:
-        tuned = best_of_sweep(records, name, "adamw", SEEDS[0])
-        for in_backward in (False, True):
-            loss, start = final_loss(TASKS[name], "adamw", None, SEEDS[0], in_backward)
-            gap = 100 * (loss - tuned) / (start - tuned)
-            print(
-                f"{name} {'in backward()' if in_backward else 'usual':13s} loss {loss:.4f} gap in % {gap:.2f}",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

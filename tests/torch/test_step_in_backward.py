@@ -26,7 +26,7 @@ from tests.torch.task import backward, batch, learned, mlp, same_bits, scale, sn
 from tests.torch.test_no_sync import take_steps
 from tests.torch.test_parallel import assert_followed, run
 
-STEPS = 60
+STEPS = 40
 
 
 DEFAULT = in_backward.WAITING
@@ -139,8 +139,8 @@ def test_every_base_follows_the_usual_step_where_nothing_is_forgotten(base):
     config = TunerConfig(forgetting=0.0)
     ours, usual = (Mechanic(base.make(each.parameters()), config=config) for each in (model, twin))
     ours.step_in_backward()
-    train(model, ours, 6)
-    train(twin, usual, 6)
+    train(model, ours, 4)
+    train(twin, usual, 4)
     assert distance(model, twin) <= 1e-9
     assert scale(ours) == pytest.approx(scale(usual), rel=1e-9)
     counted = [{key: value for key, value in o.param_groups[0].items() if key == "step"} for o in (ours, usual)]

@@ -1,4 +1,4 @@
-"""A step whose gradients come one by one, inside the backward pass, so that each is freed as soon as it was used.
+"""Stepping inside the backward pass: gradients come one by one, and are freed as soon as they were used.
 
 When the gradient of a parameter is there, its part of the five sums is measured, and the base steps on it, with the S
 of before: x = x_1 + S (Delta + u). Small ones wait for each other, since calls would cost more than the work. When all
