@@ -34,6 +34,7 @@ UNMEASURED = (
     "tests/campaign/",
     "tests/cli/test_run.py::test_a_script_trains",  # but for MEASURED
     "tests/jax/test_examples.py",
+    "tests/shared/test_docs.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
     "tests/torch/test_every_base.py",
@@ -59,6 +60,7 @@ NO_LATE_STATE = "its Adagrad makes state when it is built, and no more"
 OLD_TORCH_LACKS = {
     "tests/torch/test_parallel.py": NO_FSDP2,
     "tests/torch/test_torchrun.py": NO_FSDP2,
+    "tests/torch/test_step_in_backward.py::test_sharded_parameters": NO_FSDP2,
     "tests/torch/test_kills.py::test_a_few_kills_leave_no_trace[fsdp2": NO_FSDP2,
     "tests/torch/test_private.py::test_set_local_tensor": "its DTensor warns of CPUs",
     "[SequentialLR-AdamW-tensor-lr": "its SequentialLR changes the first learning rate if that is a tensor",

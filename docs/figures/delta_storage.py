@@ -1,10 +1,15 @@
 """What Delta in fewer bytes takes and what it costs: the tables of memory.md.
 
-``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator. ``time`` measures
-the processor time of a step on one thread. ``digits`` trains an MLP on scikit-learn's digits. ``losses`` trains tasks
-of the suite, whose data it needs; without names, all that are listed below.
+``bytes`` measures what three steps leave and what the fourth takes at most, with torch's allocator; of bases in few
+bits, if torchao and bitsandbytes are installed. It takes names of dtypes. ``half`` trains an MLP with bfloat16
+parameters and prints its losses, ``state`` its train loss with the base's state in float32 and in bfloat16.
+``time`` measures the processor time of a step on one thread. ``digits`` trains an MLP on scikit-learn's digits.
+``losses`` trains tasks of the suite, whose data it needs; without names, all that are listed below.
 """
 
+import functools
+import importlib
+import importlib.util
 import statistics
 import sys
 import time
@@ -20,31 +25,149 @@ from benchmarks.suite.measure import evaluate
 from benchmarks.suite.record import EVALUATED_AT, final
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.tasks import TASKS
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, bases
+from mechanic.torch.kernels import stored as kernels
+from tests.torch.bases import BY_NAME
+from tests.torch.half_precision import digits_batch, noisy_digits
 from tests.torch.memory import allocations
 from tests.torch.task import mlp, train
 
 STORAGES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "int8"}
 RUNS = ["gpt-shakespeare", "cnn-mnist", "mlp-adult", "mlp-fashion", "convex-satimage"]
 SEEDS = (0, 1, 2)
+RANDOM = torch.Generator().manual_seed(0)
 
 
-def print_bytes():
+def fused_adamw(params):
+    return torch.optim.AdamW(params, lr=1.0, fused=True)
+
+
+def low_bit_bases():
+    """By name, as far as their packages are installed. torchao compiles its step, which is not done here."""
+    found = {}
+    for module, names in (
+        ("torchao", ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+        ("bitsandbytes", ("AdamW8bit", "Lion8bit")),
+    ):
+        if importlib.util.find_spec(module):
+            optim = importlib.import_module(f"{module}.optim")
+            found |= {f"{module} {name}": functools.partial(getattr(optim, name), lr=1.0) for name in names}
+    return found
+
+
+def peers():
+    """Other methods that find a learning rate, with their defaults."""
+    from dadaptation import DAdaptAdam
+    from prodigyopt import Prodigy
+    from schedulefree import AdamWScheduleFree
+
+    def schedule_free(params):
+        optimizer = AdamWScheduleFree(params, lr=1.0)
+        optimizer.train()
+        return optimizer
+
+    return {
+        "Prodigy": lambda params: Prodigy(params, lr=1.0),
+        "Prodigy, slice_p=11": lambda params: Prodigy(params, lr=1.0, slice_p=11),
+        "D-Adaptation": lambda params: DAdaptAdam(params, lr=1.0),
+        "Schedule-Free": schedule_free,
+    }
+
+
+def measured_bytes(dtype, build):
     """Per parameter, of 24 matrices with a bias each (6.3 million), without parameters and gradients."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, delta in {"bare AdamW": None, **STORAGES}.items():
-            shapes = [(512, 512), (512,)] * 24
-            params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-            base = torch.optim.AdamW(params, lr=1.0, fused=True)
-            optimizer = base if name == "bare AdamW" else Mechanic(base, delta=delta)
-            for p in params:
-                p.grad = torch.ones_like(p)
-            elements = sum(p.numel() for p in params)
-            kept, _ = allocations(lambda: [optimizer.step() for _ in range(3)])  # noqa: B023
-            _, most = allocations(optimizer.step)
-            print(
-                f"{dtype} {name:10s} kept {kept / elements:6.3f}  at most {most / 1e6:5.1f} MB in passing", flush=True
-            )
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(512, 512), (512,)] * 24]
+    optimizer = build(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    elements = sum(p.numel() for p in params)
+    kept, _ = allocations(lambda: [optimizer.step() for _ in range(3)])
+    _, most = allocations(optimizer.step)
+    return kept / elements, most / 1e6
+
+
+def print_bytes(dtypes):
+    torch.compiler.set_stance("force_eager")
+    by_name = {"AdamW": fused_adamw, **low_bit_bases()}
+    for dtype in (getattr(torch, name) for name in dtypes or ("float32", "bfloat16")):
+        rows = {f"bare {name}": build for name, build in (by_name | peers()).items()}
+        for base, build in by_name.items():
+            for name, delta in STORAGES.items() if base == "AdamW" else [("int8", "int8")]:
+                rows[f"{base}, Delta in {name}"] = lambda params, b=build, d=delta: Mechanic(b(params), delta=d)
+        for name, build in rows.items():
+            kept, most = measured_bytes(dtype, build)
+            print(f"{dtype} {name:45s} kept {kept:6.3f}  at most {most:5.1f} MB in passing", flush=True)
+
+
+def print_half(steps=400):
+    """Train and test loss of digits, of which 30 % have random labels and a third is held out."""
+    images, labels = noisy_digits()
+    held_out = torch.arange(len(labels)) % 3 == 0
+    split = {"train": (images[~held_out], labels[~held_out]), "test": (images[held_out], labels[held_out])}
+    torch.compiler.set_stance("force_eager")
+    adamw = functools.partial(torch.optim.AdamW, lr=1.0)
+    rows = {"float32 parameters": (adamw, torch.float32, None)}
+    rows |= {f"bfloat16, Delta in {name}": (adamw, torch.bfloat16, delta) for name, delta in STORAGES.items()}
+    rows |= {f"bfloat16, Delta in int8, {n}": (build, torch.bfloat16, "int8") for n, build in low_bit_bases().items()}
+    stochastically = "bfloat16, Delta in int8, parameters rounded stochastically"
+    rows[stochastically] = rows["bfloat16, Delta in int8"]
+    residual = kernels.store_rounded
+    for name, (build, dtype, delta) in rows.items():
+        kernels.store_rounded = store_stochastically if name == stochastically else residual
+        losses = {part: [] for part in split}
+        for seed in SEEDS:
+            model = mlp(hidden=64, dtype=dtype, seed=seed)
+            optimizer = Mechanic(build(model.parameters()), delta=delta)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(steps):
+                chosen = torch.randint(len(split["train"][1]), (64,), generator=generator)
+                optimizer.zero_grad()
+                half_loss(model, *(tensor[chosen] for tensor in split["train"])).backward()
+                optimizer.step()
+                schedule.step()
+            with torch.no_grad():
+                for part, data in split.items():
+                    losses[part].append(half_loss(model.float(), *data).item())
+        each = "  ".join(f"{part} {' '.join(f'{loss:.4f}' for loss in found)}" for part, found in losses.items())
+        print(f"{name:45s} {each}", flush=True)
+
+
+def store_stochastically(values, params, residuals):
+    """In place of :func:`mechanic.torch.kernels.rounding.store_rounded`: the residuals stay 0."""
+    for value, p in zip(values, params, strict=True):
+        bits = value.view(torch.int32) + torch.randint(1 << 16, value.shape, dtype=torch.int32, generator=RANDOM)
+        p.copy_(bits.bitwise_and_(-(1 << 16)).view(torch.float32))
+
+
+def print_state(steps=500):
+    """Train loss with the base's state in float32 and in bfloat16: the noisy digits in bfloat16, Delta in int8."""
+    for name in ("SGD momentum", "AdamW", "Adam", "NAdam", "Adamax", "Adagrad"):
+        losses = {}
+        for dtype, known in ((torch.float32, set()), (torch.bfloat16, {BY_NAME[name].cls})):
+            bases._KNOWS_BFLOAT16 = known
+            losses[dtype] = []
+            for seed in SEEDS[:2]:
+                model = mlp(hidden=16, dtype=torch.bfloat16)
+                optimizer = Mechanic(BY_NAME[name].make(model.parameters()), delta="int8")
+                schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+                for step in range(steps):
+                    optimizer.zero_grad()
+                    half_loss(model, *digits_batch(step + 10_000 * seed)).backward()
+                    optimizer.step()
+                    schedule.step()
+                with torch.no_grad():
+                    losses[dtype].append(half_loss(model.float(), *noisy_digits()).item())
+            kept = [v for state in optimizer.state.values() for k, v in state.items() if "mechanic" not in k and v.ndim]
+            assert {value.dtype for value in kept} == {dtype}
+        each = "  ".join(f"{dtype} {' '.join(f'{loss:.4f}' for loss in found)}" for dtype, found in losses.items())
+        print(f"{name:20s} {each}", flush=True)
+
+
+def half_loss(model, images, labels):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(images)
+    return torch.nn.functional.cross_entropy(logits.float(), labels)
 
 
 def print_time():
@@ -117,7 +240,7 @@ def print_losses(names):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command, *names = sys.argv[1:]
-    if command == "losses":
-        print_losses(names)
+    if command in ("bytes", "losses"):
+        {"bytes": print_bytes, "losses": print_losses}[command](names)
     else:
-        {"bytes": print_bytes, "time": print_time, "digits": print_digits}[command]()
+        {"state": print_state, "half": print_half, "time": print_time, "digits": print_digits}[command]()

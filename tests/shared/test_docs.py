@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 START = """
 import torch
 from mechanic.torch import Mechanic
@@ -61,9 +61,9 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_is_overlooked(page):
     text = page.read_text(encoding="utf-8")
-    marks = len(re.findall(r"^ *```python", text, re.MULTILINE)) + text.count("<!-- run first:")
-    assert len(list(blocks_of(text))) == marks
-    assert text.count("<!-- not run:") == sum(block.reason is not None for block in blocks_of(text))
+    assert len(list(blocks_of(text))) == len(re.findall(r"^ *(?:```python|<!-- run first:)", text, re.MULTILINE))
+    marked = re.findall(r"^ *<!-- not run:", text, re.MULTILINE)
+    assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
 
 
 def test_blocks_share_a_namespace_and_those_marked_are_parsed_only():

@@ -93,13 +93,6 @@ def test_stepping_from_hooks_in_the_backward_pass_is_refused_before_anything_mov
     assert not optimizer.state
 
 
-def test_there_is_no_step_for_one_parameter_to_call():
-    """sd-scripts calls step_param, OneTrainer step_parameter: an AttributeError, not a wrong step."""
-    optimizer = MechanicAdamW(mlp().parameters())
-    assert not hasattr(optimizer, "step_param")
-    assert not hasattr(optimizer, "step_parameter")
-
-
 def test_optimizers_whose_gradients_are_all_there_may_step_in_the_backward_pass():
     """sd-scripts' fused optimizer groups count hooks, and step a group when it is complete."""
     model, twin = mlp(), mlp()

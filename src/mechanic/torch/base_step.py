@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from mechanic.torch.bases import casts_state
 from mechanic.torch.buckets import Bucket, replaced
 from mechanic.torch.kernels.rounding import is_half_precision
-from mechanic.torch.layout import FROZEN, PEAK_LR, STATE_KEYS, params_of
+from mechanic.torch.layout import FROZEN, PEAK_LR, STATE_KEYS, Group, params_of
 from mechanic.torch.private import global_hooks_silenced
 
 
@@ -101,6 +102,33 @@ def match_state(base: Optimizer, bucket: Bucket) -> None:
             is_like_p = key != "step" and isinstance(value, Tensor) and value.shape == p.shape
             if is_like_p and value.dtype != bucket.lent_dtype and value.is_floating_point():
                 base.state[p][key] = value.to(bucket.lent_dtype)
+
+
+@contextmanager
+def shown_only(base: Optimizer, shown: list[tuple[Group, list[Tensor]]]) -> Iterator[None]:
+    """For the time being, the base has only these groups, with only these of their parameters."""
+    groups, params = base.param_groups, [group["params"] for group, _ in shown]
+    base.param_groups = [group for group, _ in shown]
+    for group, some in shown:
+        group["params"] = some
+    try:
+        yield
+    finally:
+        base.param_groups = groups
+        for (group, _), everything in zip(shown, params, strict=True):
+            group["params"] = everything
+
+
+def numbers_in(group: Group) -> dict[str, Any]:
+    """What a base can count in a group."""
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}
+
+
+def set_numbers(group: Group, numbers: dict[str, Any]) -> None:
+    """Let a group have these numbers, and no others: some bases count their steps in the group."""
+    for key in [key for key in numbers_in(group) if key not in numbers]:
+        del group[key]
+    group.update(numbers)
 
 
 def _say_what_has_changed(error: BaseException, *, parameters: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.layout import DELTA, RESIDUAL, params_of
 from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import is_dtensor, locals_of, set_local, wide_twin
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Scaling(NamedTuple):
@@ -232,6 +235,21 @@ class Bucket:
         values = self._values()
         eager.add_scaled_step(values, stepped, None if scale is None else self._scalar(scale))
         self._store(values)
+
+    def split(self, most: int) -> Iterator[Self]:
+        """Buckets of at most so many elements, or of one tensor that has more."""
+        first = elements = 0
+        for index, p in enumerate(self._local_params()):
+            if index > first and elements + p.numel() > most:
+                yield self.part(first, index)
+                first, elements = index, 0
+            elements += p.numel()
+        yield self.part(first, len(self.params))
+
+    def part(self, first: int, end: int, **lists: Any) -> Self:
+        """The parameters from ``first`` to ``end`` as a bucket; ``lists`` are those that a subclass has."""
+        params, mechanic_state = self.params[first:end], self.mechanic_state[first:end]
+        return replace(self, _originals=[], params=params, mechanic_state=mechanic_state, **lists)
 
     def _require_scaling(self) -> Scaling:
         assert self._scaling is not None, "scale_with comes first"

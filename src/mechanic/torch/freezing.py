@@ -58,15 +58,20 @@ def release(wrapped: Wrapped[BaseT]) -> BaseT:
     return base
 
 
+def scales_by_lr(wrapped: Wrapped[Any]) -> bool:
+    """Whether the frozen scale can be multiplied into the base's learning rate."""
+    if wrapped.is_linear_in_lr is None:
+        wrapped.is_linear_in_lr = is_linear_in_lr(wrapped.base)
+    return wrapped.is_linear_in_lr
+
+
 def step_frozen(wrapped: Wrapped[Any]) -> None:
     """The base's own step at lr times the frozen scale.
 
     It steps on copies if the parameters are in half precision, or if its update is not proportional to lr and has to
     be scaled afterwards. It makes its update apart from them if it sees bfloat16 parameters in their own dtype.
     """
-    if wrapped.is_linear_in_lr is None:
-        wrapped.is_linear_in_lr = is_linear_in_lr(wrapped.base)
-    linear = wrapped.is_linear_in_lr
+    linear = scales_by_lr(wrapped)
     in_place = linear and not any(is_half_precision(dtype) for dtype in wrapped.dtypes())
     in_bfloat16 = wrapped.is_in_own_dtype and wrapped.dtypes() == {torch.bfloat16}
     decays = wrapped.decays_beside_delta() if in_bfloat16 else None

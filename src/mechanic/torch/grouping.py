@@ -11,7 +11,7 @@ from mechanic.torch.buckets import Bucket
 from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision
 from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL, ROW, Group
 from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, shard_number
-from mechanic.torch.stored import StoredBucket, delta_state_of, dtype_of_delta, is_stored
+from mechanic.torch.stored import SHARD, StoredBucket, delta_state_of, dtype_of_delta, is_stored
 from mechanic.torch.tuners import rows_of
 
 
@@ -71,7 +71,7 @@ def buckets_of(
             bucket.params.append(p)
             bucket.mechanic_state.append(mechanic_state_of(p, kept, frozen=frozen, delta=delta) if moves else {})
             if isinstance(bucket, StoredBucket):
-                bucket.numbers.append(number + (shard_number(p) << 20 if sharded else 0))
+                bucket.numbers.append(number + (shard_number(p) << SHARD if sharded else 0))
     return list(buckets.values())
 
 

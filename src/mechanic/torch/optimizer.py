@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from mechanic.torch import capture, checkpoint, freezing, step, tuners
+from mechanic.torch.backward import Arrivals, StepsInBackward
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
 from mechanic.torch.layout import Group, StateDict
 from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
@@ -41,7 +42,7 @@ class _OfBase(Generic[T]):
         setattr(mechanic.base, self._name, value)
 
 
-class Mechanic(Optimizer, Generic[BaseT]):
+class Mechanic(StepsInBackward, Generic[BaseT]):
     """Learn the size of another optimizer's steps while training.
 
     Change ``optimizer = AdamW(model.parameters(), lr=3e-4)`` to
@@ -71,8 +72,9 @@ class Mechanic(Optimizer, Generic[BaseT]):
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
         delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
-            parameter. It is rounded stochastically, without torch's random numbers. By default Delta is in float32, or
-            in the parameter's dtype if that is wider; complex parameters always have it so.
+            parameter. It is rounded stochastically, without torch's random numbers. AdamW, Adam, SGD and bases in few
+            bits then make their state of bfloat16 parameters in bfloat16, as they do bare. By default Delta is in
+            float32, or in the parameter's dtype if that is wider, as it always is of complex parameters.
 
     Example:
         >>> import torch
@@ -123,7 +125,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None, delta=delta)
         wrapped.begin()
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__({"_wrapped": wrapped})
+        self.__setstate__({"_wrapped": wrapped, "_arrivals": Arrivals(wrapped)})
 
     @property
     def base(self) -> BaseT:
@@ -151,10 +153,8 @@ class Mechanic(Optimizer, Generic[BaseT]):
         self._wrapped.require_assigned_groups()
         capture.refuse_step(self._wrapped)
         self._wrapped.settle_peak_lr()
-        if self.is_frozen:
-            freezing.step_frozen(self._wrapped)
-        else:
-            step.step(self._wrapped)
+        if not self._arrivals.step():
+            (freezing.step_frozen if self.is_frozen else step.step)(self._wrapped)
         return loss
 
     @outside_of_compiled_code
@@ -178,6 +178,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
             >>> optimizer.step()
         """
         self._wrapped.require_assigned_groups()
+        self._arrivals.refuse_observation()
         capture.refuse_observation(self._wrapped)
         if not self.is_frozen:
             step.observe(self._wrapped)
@@ -253,6 +254,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         From now on a step is the base's own at ``lr * d``. If the base's update is not proportional to lr, a temporary
         copy of the parameters is used in every step to scale it.
         """
+        self._arrivals.end()
         freezing.freeze(self._wrapped)
 
     def release(self) -> BaseT:
@@ -262,12 +264,16 @@ class Mechanic(Optimizer, Generic[BaseT]):
         scheduler makes its first step by itself.
         """
         self._wrapped.require_assigned_groups()
-        return freezing.release(self._wrapped)
+        self._arrivals.end()
+        base = freezing.release(self._wrapped)
+        self._arrivals.hook(False)
+        return base
 
     # Checkpoints and copies.
 
     def state_dict(self) -> StateDict:
         """The base's state dict. :mod:`mechanic.torch.layout` lists what Mechanic adds to it."""
+        self._arrivals.end()
         state_dict: StateDict = run_state_dict_hooks(self, lambda: checkpoint.state_dict_of(self.base))
         return state_dict
 
@@ -279,9 +285,11 @@ class Mechanic(Optimizer, Generic[BaseT]):
         """
         self._wrapped.require_assigned_groups()
         run_load_state_dict_hooks(self, state_dict, lambda found: checkpoint.load_checked(self._wrapped, found))
+        self._arrivals.give_up()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_wrapped": self._wrapped}
+        self._arrivals.end()
+        return {"_wrapped": self._wrapped, "_arrivals": self._arrivals}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.base).__name__}, {len(self.param_groups)} groups, {self.config})"

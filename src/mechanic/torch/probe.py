@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic.torch.base_step import numbers_in, set_numbers, shown_only
 from mechanic.torch.bases import is_low_bit
 from mechanic.torch.layout import Group
 from mechanic.torch.private import global_hooks_silenced
@@ -44,8 +45,9 @@ def _state_after_a_step(cls: type[Optimizer], options: Group, dims: int, is_comp
         return {}
     p = torch.ones(_SIZES[:dims], dtype=torch.complex64 if is_complex else torch.float32)
     try:
-        twin = _twin(cls, options, p, lr=1.0)
-        _step(twin, p, torch.ones_like(p))
+        twin = _twin(cls, options, [p], lr=1.0)
+        p.grad = torch.ones_like(p)
+        _step(twin)
     except Exception:  # options that do not work; other checks name them, or the base itself does
         return {}
     return dict(twin.state[p])
@@ -85,17 +87,16 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:
     """Whether all steps after the first are twice as long, from the same point, if lr is doubled."""
-    dims = min(group["params"][0].ndim if group["params"] else 1, len(_SIZES))
-    shape = torch.Size(_SIZES[:dims])
-    start = torch.linspace(1.0, 2.0, shape.numel(), dtype=torch.float64).reshape(shape)
+    start = _start_like(group)
     updates = []
     try:
         for factor in (1.0, 2.0):
             p = start.clone()
-            twin = _twin(cls, group, p, lr)
+            twin = _twin(cls, group, [p], lr)
             for step in range(4):
                 p.copy_(start)
-                _step(twin, p, torch.cos(3 * start + step))
+                p.grad = torch.cos(3 * start + step)
+                _step(twin)
                 twin.param_groups[0]["lr"] = factor * lr
                 if step > 0:
                     updates.append(p - start)
@@ -105,13 +106,52 @@ def _doubles_with_lr(cls: type[Optimizer], group: Group, lr: float) -> bool:
     return bool(once.any()) and torch.allclose(twice, 2 * once, rtol=1e-6, atol=1e-12 * lr)
 
 
-def _twin(cls: type[Optimizer], options: Group, p: Tensor, lr: float) -> Optimizer:
+def steps_one_by_one(base: Optimizer) -> bool:
+    """Whether it is the same if a base steps one parameter after the other, each with the group's numbers of before.
+
+    So it is for torch's own classes; measured for all others.
+    """
+    groups = zip(owners_of(base), base.param_groups, strict=True)
+    return all(_is_of_torch(owner) or _is_the_same_one_by_one(owner, group) for owner, group in groups)
+
+
+def _is_the_same_one_by_one(owner: Optimizer, group: Group) -> bool:
+    options = {**vars(owner), **group}  # some are attributes: Lamb's norm of all gradients is
+    starts = [_start_like(group), -3 * _start_like(group)]
+    found = []
+    try:
+        for one_by_one in (False, True):
+            params = [start.clone() for start in starts]
+            twin = _twin(type(owner), options, params, lr=0.1)
+            [of_twin] = twin.param_groups
+            for step in range(4):
+                for p, start in zip(params, starts, strict=True):
+                    p.grad = torch.cos(3 * start + step)
+                numbers = numbers_in(of_twin)
+                for some in [[p] for p in params] if one_by_one else [params]:
+                    set_numbers(of_twin, numbers)
+                    with shown_only(twin, [(of_twin, some)]):
+                        _step(twin)
+            found.append(torch.stack(params))
+    except Exception:  # it cannot be built from its options, or needs more than a gradient to step
+        return False
+    together, apart = found
+    return bool((together != torch.stack(starts)).any()) and torch.allclose(together, apart, rtol=1e-9, atol=0.0)
+
+
+def _start_like(group: Group) -> Tensor:
+    """Values for a tiny parameter with as many dimensions as the group's first has."""
+    dims = min(group["params"][0].ndim if group["params"] else 1, len(_SIZES))
+    shape = torch.Size(_SIZES[:dims])
+    return torch.linspace(1.0, 2.0, shape.numel(), dtype=torch.float64).reshape(shape)
+
+
+def _twin(cls: type[Optimizer], options: Group, params: list[Tensor], lr: float) -> Optimizer:
     known = inspect.signature(cls).parameters
     chosen = {key: value for key, value in options.items() if key in known and key not in (*_HOW, "params")}
-    return cls([p], **{**chosen, "lr": lr})
+    return cls(params, **{**chosen, "lr": lr})
 
 
-def _step(optimizer: Optimizer, p: Tensor, grad: Tensor) -> None:
-    p.grad = grad
+def _step(optimizer: Optimizer) -> None:
     with global_hooks_silenced(), torch.no_grad():
         optimizer.step()

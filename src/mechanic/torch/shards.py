@@ -138,6 +138,21 @@ class Reduction:
         return sums
 
 
+def require_final_gradients(params: Iterable[Tensor], group: ProcessGroup | None) -> None:
+    """Raise if a hook on a parameter sees a gradient that is not summed over the ranks yet."""
+    if any(is_fsdp1_parameter(p) for p in params):
+        raise ValueError(
+            "FullyShardedDataParallel reduces gradients after the hooks on parameters have run, so it cannot be "
+            "stepped inside the backward pass; shard with fully_shard"
+        )
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "DistributedDataParallel averages gradients after the hooks on parameters have run, so it cannot be "
+            "stepped inside the backward pass; shard with fully_shard. If every rank trains a model of its own, give "
+            "Mechanic a group of this rank alone, Mechanic(base, process_group=...)"
+        )
+
+
 def _are_partitions(params: list[Tensor], elements: int) -> bool:
     """Whether a framework has replaced the model's parameters by tensors of its own that hold fewer elements."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from mechanic.torch import gpu, tuners
 from mechanic.torch.arrays import array_module
 from mechanic.torch.buckets import Bucket, Scaling
 from mechanic.torch.kernels.eager import is_on_host
+from mechanic.torch.layout import params_of
+from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import noises_of, parts_of
 from mechanic.torch.wrapped import Wrapped
@@ -19,7 +22,7 @@ from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, updat
 
 def step(wrapped: Wrapped[Any]) -> None:
     """Move the parameters from x_1 + S Delta to x_1 + S' Delta', where Delta' = k Delta + the base's update."""
-    wrapped.require_all_gradients()
+    require_all_gradients(wrapped)
     wrapped.missing.check(wrapped.groups, wrapped.base.state)
     reduction, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
     if not buckets and reduction.group is None:
@@ -44,18 +47,44 @@ def step_eagerly(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Buck
         for bucket in buckets:
             bucket.discard_grads_unless(finite)
 
-    # Tune: S becomes S'.
-    rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
-    tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
-    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
-    scaling = Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, noises_of(wrapped.delta, tuner))
+    tuned, scaling = tune(wrapped, betas, tuner, sums)
 
     # Let the base step, and scale what it did.
     for bucket in buckets:
         bucket.scale_with(scaling)
     _step_and_move(wrapped, buckets)
 
-    # Remember.
+    remember(wrapped, betas, tuned, finite)
+
+
+def require_all_gradients(wrapped: Wrapped[Any], come: Collection[Tensor] = ()) -> None:
+    """Raise inside a backward pass if gradients are still to come, beside those that have: the sums would lack them."""
+    if not is_inside_backward():
+        return
+    waiting = [p.requires_grad and p.grad is None and p not in come for p in params_of(wrapped.groups)]
+    if any(waiting):
+        raise RuntimeError(
+            f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
+            "no gradient, and Mechanic's feedback is a sum over all: call step_in_backward() once and step() after "
+            "backward(), turn 'fused backward pass' off, or give every parameter that steps by itself a Mechanic of "
+            "its own"
+        )
+
+
+def tune(
+    wrapped: Wrapped[Any], betas: Tensor, tuner: TunerState, sums: Tensor, *, steps_again: bool = False
+) -> tuple[TunerState, Scaling]:
+    """S becomes S'. A stored Delta that was rounded in this step before ``steps_again``, with other random numbers."""
+    xp = array_module(sums.device)
+    rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
+    tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
+    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
+    noises = noises_of(wrapped.delta, tuner, again=steps_again)
+    return tuned, Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, noises)
+
+
+def remember(wrapped: Wrapped[Any], betas: Tensor, tuned: TunerState, finite: Tensor) -> None:
+    """Write down what a step has learned. ``finite``, [tuners], tells whose gradients were."""
     tuners.write_tuners(wrapped.groups, betas, tuned)
     tuners.remember_rates(wrapped.groups)
     wrapped.show_scales()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,18 @@ from mechanic.torch.layout import DELTA, DELTA_SCALES
 from mechanic.torch.shards import is_dtensor, locals_of
 from mechanic.tuner import TunerState
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 INT8 = "int8"
+SHARD = 20
+"""Where the number of a shard begins in a parameter's number for rounding."""
+
 CHOICES = (None, torch.float32, torch.bfloat16, INT8)
 """What Mechanic's ``delta`` can be."""
 
 PART = 1 << 20
-"""Elements that a base which steps on Delta is lent at a time: 4 MB of a decoded Delta, or one larger tensor."""
+"""Elements that are lent at a time to a base which steps on Delta: 4 MB of a decoded Delta, or one larger tensor."""
 
 
 def check_choice(delta: Any) -> None:
@@ -44,9 +49,15 @@ def is_stored(dtype: torch.dtype, delta: torch.dtype | str | None) -> bool:
     return dtype_of_delta(dtype, delta) != working_dtype(dtype)
 
 
-def noises_of(delta: torch.dtype | str | None, tuner: TunerState) -> Noises | None:
-    """What stored Deltas are rounded with in this step; every step has its number, finite or not."""
-    return None if delta is None else Noises(tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0])
+def noises_of(delta: torch.dtype | str | None, tuner: TunerState, *, again: bool = False) -> Noises | None:
+    """What stored Deltas are rounded with in this step; every step has its number, finite or not.
+
+    If they are rounded ``again`` in one step, that has a number too.
+    """
+    if delta is None:
+        return None
+    count = tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0]
+    return Noises(-1 - count if again else count)
 
 
 def delta_state_of(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -169,19 +180,12 @@ class StoredBucket(Bucket):
         assert scale is not None, "the base has stepped at its own lr"
         kernels.add_frozen_updates(self._local_params(), self.residuals, stepped, self._scalar(scale), self.decay)
 
-    def split(self, most: int) -> Iterator[StoredBucket]:
-        """Buckets of at most so many elements, or of one tensor that has more."""
-        first = elements = 0
-        for index, p in enumerate(self._local_params()):
-            if index > first and elements + p.numel() > most:
-                yield self._some(first, index)
-                first, elements = index, 0
-            elements += p.numel()
-        yield self._some(first, len(self.params))
+    def part(self, first: int, end: int, **lists: Any) -> Self:
+        return super().part(first, end, numbers=self.numbers[first:end])
 
-    def _some(self, first: int, end: int) -> StoredBucket:
-        lists = {name: getattr(self, name)[first:end] for name in ("params", "mechanic_state", "numbers")}
-        return replace(self, _originals=[], **lists)
+    def number_as(self, numbers: list[int]) -> None:
+        """Round as the parameters of these numbers, if this bucket was made of a part of the parameters only."""
+        self.numbers = [number >> SHARD << SHARD | new for number, new in zip(self.numbers, numbers, strict=True)]
 
     def _noise(self) -> Noise:
         noises = self._require_scaling().noises

@@ -88,6 +88,8 @@ class Together(Optimizer):
                 loss = closure()
         for name in self.by_name:
             member = self._up_to_date(name)
+            if not member.param_groups:  # it has none, or is not shown them
+                continue
             try:
                 with global_hooks_silenced():  # they are called around this step, once
                     member.step()

@@ -19,7 +19,6 @@ from mechanic.torch.grouping import buckets_of, mechanic_state_of
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
-from mechanic.torch.private import is_inside_backward
 from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import is_stored
 from mechanic.torch.together import names_by_group, options_of
@@ -156,13 +155,11 @@ class Wrapped(Generic[BaseT]):
 
     def reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
         """The sum over ranks, and the parameters in lists. ``decays`` are given if the base is to step on Delta."""
-        if self._reduction is None or not self._reduction.knows(params_of(self.groups)):
-            refuse_parts_of_matrices(self.base)
-            self._reduction = Reduction(params_of(self.groups), self.process_group, self.elements)
+        reduction = self.reduction()
         buckets = buckets_of(
             self.groups,
             self.base.state,
-            self._reduction,
+            reduction,
             frozen=self.is_frozen,
             ascends=ascends(self.base),
             own_iterates=self.own_iterates,
@@ -170,7 +167,13 @@ class Wrapped(Generic[BaseT]):
             delta=self.delta,
             in_own_dtype=self.is_in_own_dtype,
         )
-        return self._reduction, buckets
+        return reduction, buckets
+
+    def reduction(self) -> Reduction:
+        if self._reduction is None or not self._reduction.knows(params_of(self.groups)):
+            refuse_parts_of_matrices(self.base)
+            self._reduction = Reduction(params_of(self.groups), self.process_group, self.elements)
+        return self._reduction
 
     def decays_beside_delta(self) -> list[float] | None:
         """Weight decay by group if the base is to step on Delta itself, see :func:`decoupled_decays`; else None."""
@@ -201,18 +204,6 @@ class Wrapped(Generic[BaseT]):
     def keep(self, p: Tensor, entries: dict[str, Tensor]) -> None:
         """Put entries of Mechanic's beside the base's state of a parameter, in the dtypes that they are kept in."""
         self.base.state[p].update(mechanic_state_of(p, entries, frozen=self.is_frozen, delta=self.delta))
-
-    def require_all_gradients(self) -> None:
-        """Raise inside a backward pass if gradients are still to come: the sums would lack them."""
-        if not is_inside_backward():
-            return
-        waiting = [p.requires_grad and p.grad is None for p in params_of(self.groups)]
-        if any(waiting):
-            raise RuntimeError(
-                f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
-                "no gradient, and Mechanic's feedback is a sum over all: turn 'fused backward pass' off and step "
-                "after backward(), or give every parameter that steps by itself a Mechanic of its own"
-            )
 
     # The base's own step.
 

@@ -91,7 +91,9 @@ def rescale(values: list[Tensor], stored: list[Stored], change: Tensor, retentio
     for one, x in _pieces(stored, values):
         new_delta = _times(_decoded(one, x.dtype), retention)
         _add(x, new_delta, change)
-        if retention is not None:
+        if retention is not None and one.scales is not None:
+            one.scales.mul_(retention)  # which multiplies all elements of a block, without rounding
+        elif retention is not None:
             encode(new_delta, one, noise)
 
 
