@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs gpu test-newest setup-ecosystem test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs gpu release-check test-newest setup-ecosystem test-ecosystem test-deepspeed
 .PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
@@ -24,6 +24,7 @@ quick:
 check:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy
 	PYTHONPATH=src:. $(BIN)/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
@@ -40,6 +41,13 @@ campaign:
 # All that needs a GPU to be known: times, memory, and whether the kernels are right. See docs/gpu.md.
 gpu:
 	$(BIN)/python -m benchmarks.speed.on_gpu
+
+# What would be released: built, looked into, installed into an empty environment and used.
+release-check:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --constraint constraints.txt pip
+	.venv-release/bin/pip install --quiet --constraint constraints.txt --group release
+	.venv-release/bin/python -m tests.release
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html

@@ -5,7 +5,6 @@
 - ``data``: the datasets, from a local folder or from their public sources.
 - ``suite``: tasks, contenders, the training loop, the plan of runs, and their records.
 - ``report``: tables and figures from the records.
-- ``trial``: Mechanic on a training function of one's own.
 - ``paper``: the paper's experiments at their real size.
 - ``speed``: what a step costs.
 - ``long_runs``: small problems for thousands of steps.

@@ -1,4 +1,4 @@
-"""``python -m benchmarks run SUITE``, ``... report``, and ``... try your_file.py:train``."""
+"""``python -m benchmarks run SUITE`` and ``... report``. ``mechanic try`` is for a training of your own."""
 
 from __future__ import annotations
 
@@ -25,19 +25,8 @@ def main() -> None:
     run.add_argument("--dry-run", action="store_true", help="list what would run, and how long")
     report = commands.add_parser("report", help="tables and figures from the records")
     report.add_argument("--out", type=Path, default=Path("docs"))
-    trial = commands.add_parser("try", help="Mechanic on a training function of your own")
-    trial.add_argument("target", metavar="your_file.py:train", help="takes an optimizer factory, yields losses")
-    trial.add_argument("--lr", type=float, required=True, help="the learning rate you use")
-    trial.add_argument("--base", default="torch.optim.AdamW", help="the optimizer you use (default: %(default)s)")
-    trial.add_argument("--grid", action="store_true", help="also run yours on a grid of half decades")
-    trial.add_argument("--out", type=Path, default=Path("trial"), help="folder for records and picture")
     arguments = parser.parse_args()
 
-    if arguments.command == "try":
-        from benchmarks.trial import try_out
-
-        try_out(arguments.target, arguments.base, arguments.lr, grid=arguments.grid, out=arguments.out)
-        return
     if arguments.command == "report":
         from benchmarks.report import pages
 

@@ -3,12 +3,17 @@ from mechanic import __version__
 project = "Mechanic"
 copyright = "the mechanic developers"  # noqa: A001
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["dollarmath", "amsmath"]
-myst_heading_anchors = 2
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Mechanic"
+html_static_path = ["_static"]
+html_css_files = ["mechanic.css"]
+html_favicon = "_static/favicon.svg"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 nitpicky = True
 # Of torch, JAX, Optax and the standard library; nothing is fetched to resolve them.
 foreign = "torch|jax|optax|PyTree|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"

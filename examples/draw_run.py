@@ -1,4 +1,4 @@
-"""Record a run and draw it: the loss, the learned scale S and the learning rate really applied, over the steps.
+"""Record a run and draw it: the loss, the learned scale S and the effective learning rate, over the steps.
 
 Writes ``run.png`` into the current folder, or where the argument says.
 """
@@ -30,7 +30,7 @@ def train() -> dict[str, list[float]]:
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS - WARM_UP)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [WARM_UP])
-    seen: dict[str, list[float]] = {"loss": [], "S": [], "applied": []}
+    seen: dict[str, list[float]] = {"loss": [], "S": [], "effective": []}
     for _ in range(STEPS):
         rows = torch.randint(len(targets), (64,))
         loss = cross_entropy(model(inputs[rows]), targets[rows], label_smoothing=0.1)
@@ -39,7 +39,7 @@ def train() -> dict[str, list[float]]:
         optimizer.step()
         seen["loss"].append(loss.item())
         seen["S"].append(optimizer.scales()["default"])
-        seen["applied"].append(optimizer.learning_rates()["default"])
+        seen["effective"].append(optimizer.learning_rates()["default"])
         schedule.step()
     return seen
 
@@ -56,7 +56,7 @@ def draw(seen: dict[str, list[float]], path: str) -> None:
         above.set(yscale="log", ylabel="train loss", yticks=[0.5, 1, 2], yticklabels=["0.5", "1", "2"])
         above.minorticks_off()
         below.plot(steps, seen["S"], color="#0072B2", linewidth=1.6, label="S, learned")
-        below.plot(steps, seen["applied"], color="#D55E00", linewidth=1.6, label="applied: S × schedule")
+        below.plot(steps, seen["effective"], color="#D55E00", linewidth=1.6, label="effective: S × schedule")
         below.axvspan(0, WARM_UP, color="0.95", zorder=0)
         below.text(WARM_UP, 0.02, " warm-up ends", color="0.5", transform=below.get_xaxis_transform())
         below.set(ylabel="learning rate", xlabel="step", xlim=(0, len(steps)), ylim=(0, None))

@@ -69,6 +69,8 @@ def tuned_on_test(seed: int = 0) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(f"test loss {learned(observing=False):.3f} tuned by the gradients of the train data")
-    print(f"test loss {learned(observing=True):.3f} tuned by those of {HELD_OUT} held-out digits")
+    print("A network that can memorize its data. Tuned for the train loss, Mechanic helps it to.", flush=True)
+    print(f"test loss {learned(observing=False):.3f} tuned by the gradients of the train data", flush=True)
+    print(f"test loss {learned(observing=True):.3f} tuned by those of {HELD_OUT} held-out digits", flush=True)
     print(f"test loss {tuned_on_test():.3f} with the best of seven learning rates on the test data")
+    print("So with observe() it comes near a rate that was chosen on the test data, which no honest run could know.")

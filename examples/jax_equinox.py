@@ -39,7 +39,7 @@ def main() -> float:
             print(f"frozen at a scale of {scale(state):.2g}, without Delta from here on")
         model, state = step(model, state, key)
     loss = float(loss_of(model, images, labels))
-    print(f"final loss {loss:.4f}")
+    print(f"final loss {loss:.4f} with bfloat16 parameters")
     return loss
 
 

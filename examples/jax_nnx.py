@@ -71,7 +71,10 @@ def main() -> float:
         model, optimizer = build()
         restore(Path(folder) / "half", model, optimizer)
     loss = train(model, optimizer, range(STEPS // 2, STEPS))
-    print(f"final loss {loss:.4f} at a learned scale of {scale(optimizer.opt_state)[...]:.2g}")
+    print(
+        f"final loss {loss:.4f} at a learned scale of {scale(optimizer.opt_state)[...]:.2g}, "
+        f"resumed from a checkpoint at step {STEPS // 2}"
+    )
     return loss
 
 

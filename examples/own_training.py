@@ -1,6 +1,6 @@
 """A training function that can be tried with and without Mechanic, on a grid if you like:
 
-    python -m benchmarks try examples/own_training.py:train --lr 3e-3 --grid
+    mechanic try examples/own_training.py:train --lr 3e-3 --grid
 
 It takes a function that builds the optimizer and yields the loss of every step; the rest is yours.
 """
@@ -34,4 +34,4 @@ def train(make_optimizer):
 
 if __name__ == "__main__":
     *_, last = train(functools.partial(torch.optim.AdamW, lr=3e-3))
-    print(f"last loss {last:.3f}")
+    print(f"last loss {last:.3f} with AdamW at 0.003; {__doc__.splitlines()[2].strip()} compares it with Mechanic")

@@ -41,7 +41,7 @@ def main() -> float:
 
     with torch.no_grad():
         loss = cross_entropy(model(inputs), targets).item()
-    print(f"final loss {loss:.4f} at lr {optimizer.param_groups[0]['lr']:.2g}")
+    print(f"final loss {loss:.4f}; {STEPS - PROBE} of {STEPS} steps cost what plain AdamW costs")
     return loss
 
 

@@ -32,7 +32,9 @@ FAST = set(Path(__file__).with_name("fast.txt").read_text().splitlines())
 UNMEASURED = (
     "tests/benchmarks/",
     "tests/campaign/",
+    "tests/cli/test_run.py::test_a_script_trains",  # but for MEASURED
     "tests/jax/test_examples.py",
+    "tests/shared/test_docs.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
     "tests/torch/test_every_base.py",
@@ -43,7 +45,12 @@ UNMEASURED = (
     "tests/torch/test_reference_values.py",
     "tests/torch/test_torchrun.py",
 )
-MEASURED = {"tests/torch/test_parallel.py::test_every_layout_follows_one_process[2]"}  # shards
+BY_HAND = "tests/cli/test_run.py::test_a_script_trains_as_if_it_were_wrapped_by_hand_to_the_last_bit"
+MEASURED = {
+    "tests/torch/test_parallel.py::test_every_layout_follows_one_process[2]",  # shards
+    f"{BY_HAND}[own_classes]",  # the command's disguise
+    f"{BY_HAND}[resumed]",
+}
 
 
 # What torch up to 2.6 cannot do itself, by a part of the test's name.

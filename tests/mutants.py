@@ -47,8 +47,19 @@ FIRST = {  # what is likely to notice a change, and takes longer than all should
     "torch/shards": ("torch/test_private.py", "torch/test_parallel.py"),
     "torch/kernels/eager": ("torch/test_kernels.py",),
     "torch/kernels/rounding": ("torch/test_rare_situations.py", "torch/test_half_precision.py"),
+    "torch/grouping": ("torch/test_delta_storage.py", "torch/test_parameters.py"),
+    "torch/kernels/storage": ("torch/test_storage.py", "torch/test_delta_storage.py"),
+    "torch/kernels/stored": ("torch/test_delta_storage.py",),
+    "torch/kernels/whole": ("torch/test_whole_lists.py",),
+    "torch/stored": ("torch/test_delta_storage.py",),
+    "torch/together": ("torch/test_together.py",),
+    "torch/muon": ("torch/test_muon.py",),
+    "torch/roles": ("torch/test_roles.py",),
+    "torch/capture": ("torch/test_capture.py",),
+    "jax/muon": ("jax/test_muon.py",),
     "jax/rounding": ("jax/test_half_precision.py",),
 }
+GPU = ("torch/triton", "torch/test_launches.py")  # first for all of mechanic.torch.gpu
 LAST = {"jax/shards": ("jax/test_parallel.py",), "jax/sums": ("jax/test_parallel.py",)}  # these take a minute
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
@@ -59,7 +70,8 @@ def tests_for(path: str) -> list[str]:
     torch, jax = ([f"{kind}/test_{test}.py" for test in tests] for kind, tests in (("torch", TORCH), ("jax", JAX)))
     framework = name.partition("/")[0]
     others = {"jax": jax, "torch": [*torch, *ORACLE]}.get(framework, [*torch[:4], *jax[:3]])
-    wanted = dict.fromkeys((*FIRST.get(name, ()), *others, *LAST.get(name, ())))
+    first = GPU if name.startswith("torch/gpu/") else FIRST.get(name, ())
+    wanted = dict.fromkeys((*first, *others, *LAST.get(name, ())))
     return [f"tests/{test}" for test in wanted]
 
 
@@ -91,14 +103,15 @@ def meaning(code: str) -> str:
     return ast.dump(tree)
 
 
-def sample(size: int, seed: int) -> list[tuple[str, str, int]]:
-    """(path, operator, occurrence) of changes that Python could notice, drawn from all files."""
+def sample(size: int, seed: int, only: list[str]) -> list[tuple[str, str, int]]:
+    """(path, operator, occurrence) of changes that Python could notice, drawn from all files, or from some."""
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     files = [ROOT / "src/mechanic/tuner.py"]
     files += [path for kind in ("torch", "jax") for path in sorted((ROOT / "src/mechanic" / kind).rglob("*.py"))]
+    files = [path for path in files if not only or any(part in str(path) for part in only)]
     everything = [item.mutations[0] for item in _all_work_items(files, {})]
     random.Random(seed).shuffle(everything)
     print(f"{len(everything)} changes to {len(files)} files, {size} of them drawn with seed {seed}", flush=True)
@@ -197,6 +210,7 @@ def main() -> None:
     run = commands.add_parser("run")
     run.add_argument("--sample", type=int, default=320)
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--only", nargs="*", default=[], metavar="PART", help="files with one of these in their path")
     run.add_argument("--records", type=Path, default=Path("mutants.jsonl"))
     run.add_argument("--workers", type=int, default=2)
     commands.add_parser("show").add_argument("records", type=Path)
@@ -208,7 +222,7 @@ def main() -> None:
     if arguments.records.exists():  # go on where a run was stopped
         rows = [json.loads(line) for line in arguments.records.read_text().splitlines()]
         done = {(row["path"], row["operator"], row["occurrence"]) for row in rows}
-    jobs = [job for job in sample(arguments.sample, arguments.seed) if job not in done]
+    jobs = [job for job in sample(arguments.sample, arguments.seed, arguments.only) if job not in done]
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=work, args=(number, jobs[number :: arguments.workers], arguments.records.resolve()))

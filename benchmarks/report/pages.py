@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.report import figures, studies, tables
+from benchmarks.report import figures, muon, studies, tables
 from benchmarks.report.results import Results
 from benchmarks.suite.recordbook import RecordBook
 
-PAGES = ("results.md", "tried.md")
-TABLES = {**tables.TABLES, **studies.TABLES}  # by the name under which a page asks for them
+PAGES = ("results.md", "results-by-task.md", "tried.md", "muon.md")
+TABLES = {**tables.TABLES, **studies.TABLES, **muon.TABLES}  # by the name under which a page asks for them
 
 
 def fill(page: str, results: Results) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.suite.record import Run, final, raised
@@ -27,8 +28,10 @@ ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"
 class Results:
     """Questions to the records."""
 
-    def __init__(self, records: dict[Run, dict[str, Any]], seeds: int = 3) -> None:
-        self.records, self.seeds = records, seeds
+    def __init__(
+        self, records: dict[Run, dict[str, Any]], seeds: int = 3, of: Iterable[str] = tuple(task.name for task in CPU)
+    ) -> None:
+        self.records, self.seeds, self._of = records, seeds, tuple(of)
         self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         self._raised: Counter[tuple[str, str]] = Counter()
         for run in sorted(records):
@@ -40,7 +43,11 @@ class Results:
     def tasks(self) -> list[str]:
         """Those of the suite that have records; others are studies of their own."""
         found = {task for task, _ in (*self._runs, *self._raised)}
-        return [task.name for task in CPU if task.name in found]
+        return [task for task in self._of if task in found]
+
+    def on(self, tasks: Iterable[str], seeds: int | None = None) -> Results:
+        """The same questions about other tasks, and of bases that were tuned on fewer seeds."""
+        return Results(self.records, self.seeds if seeds is None else seeds, tasks)
 
     def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
         return [record for records in self.runs(task, contender).values() for record in records]

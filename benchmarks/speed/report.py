@@ -11,7 +11,7 @@ from benchmarks.speed.records import Records
 
 def tables(records: Records) -> str:
     cells = [cell for cell in CELLS if any(key[:2] == ("step", cell) for key in records)]
-    lines = ["| step, over the bare base | against | words | " + " | ".join(cells) + " | wanted at 50M |"]
+    lines = ["| step, over the bare base | against | words | " + " | ".join(cells) + " | target at 50M |"]
     lines.append("|---" * (len(cells) + 4) + "|")
     for name in [*OURS, *PEERS]:
         ratios = [records.get(("step", cell, name)) for cell in cells]
@@ -24,7 +24,7 @@ def tables(records: Records) -> str:
     for (part, cell, name), record in records.items():
         if part == "training":
             lines.append(f"| {name}, {cell} | {record['ratio']:.3f} |")
-    lines += ["", "| memory, bytes per parameter | kept | passing |", "|---|---|---|"]
+    lines += ["", "| memory, bytes per parameter | state | temporary |", "|---|---|---|"]
     for (part, _, name), record in records.items():
         if part == "memory":
             lines.append(f"| {name} | {record['kept']:.1f} | {max(record['passing'], 0):.1f} |")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from benchmarks.suite.task import Task
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic, layer_groups
+from mechanic.torch import Mechanic, Together, layer_groups, roles
 
 Build = Callable[[nn.Module, Task, float], Optimizer]  # model, task, learning rate
 
@@ -50,6 +50,7 @@ class Contender:
     averages: bool = False  # evaluated at DoG's average of the iterates
     observes_every: int = 0  # held-out gradients, so often
     lrs: tuple[float, ...] = ()  # where several are to be run all the same
+    lines: tuple[str, ...] = ()  # the contenders that it is tuned as, one for each value of a second learning rate
 
 
 def _bare(name: str) -> Build:
@@ -218,10 +219,81 @@ STUDIES = [
     ),
 ]
 
+# Muon for matrices and AdamW for the rest. Bare, the pair has two learning rates: on a line, AdamW's is the same.
+
+
+def _groups_for_muon(model: nn.Module, tuner_of: Callable[[str, str], str]) -> tuple[list[Any], list[Any]]:
+    """One param group per tuner, for Muon and for AdamW; ``tuner_of`` gets a parameter's role and its name."""
+    groups: dict[tuple[bool, str], list[nn.Parameter]] = {}
+    for role, named in roles(model).items():
+        for name, p in named.items():
+            groups.setdefault((role == "matrix", tuner_of(role, name)), []).append(p)
+    both = [[{"params": p, "tuner": key[1]} for key, p in groups.items() if key[0] is side] for side in (True, False)]
+    return both[0], both[1]
+
+
+def _muon_and_adamw(
+    model: nn.Module,
+    task: Task,
+    lr: float,
+    adamw_lr: float,
+    tuner_of: Callable[[str, str], str] = lambda role, name: "one",
+) -> Together:
+    matrices, rest = _groups_for_muon(model, tuner_of)
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=task.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return Together(muon, torch.optim.AdamW(rest, lr=adamw_lr, weight_decay=task.weight_decay, fused=True))
+
+
+def _muon_by_default(model: nn.Module, task: Task, lr: float) -> Together:
+    matrices, rest = _groups_for_muon(model, MUON_TUNERS["one"])
+    return Together(torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr))
+
+
+def muon_point(index: int) -> float:
+    return float(f"{MUON_MIDDLE * 10 ** (index / 2):.3g}")
+
+
+def _line(index: int) -> Contender:
+    lr = muon_point(index)
+    return Contender(f"muon {lr:g}", "muon", functools.partial(_muon_and_adamw, adamw_lr=lr))
+
+
+def _layer_of(role: str, name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+MUON_MIDDLE = 3.16e-3  # of both learning rates
+MUON_LINES = [_line(index) for index in range(-7, 8)]  # AdamW's, in half decades
+MUON_TUNERS: dict[str, Callable[[str, str], str]] = {
+    "one": lambda role, name: "one",
+    "two": lambda role, name: "matrix" if role == "matrix" else "rest",
+    "role": lambda role, name: role,
+    "layer": _layer_of,
+}
+BY_ROLE = "mechanic muon / role"
+MUON_PLANE = Contender(
+    "muon", "muon", MUON_LINES[0].build, lines=tuple(line.name for line in MUON_LINES)
+)  # not run itself
+MUON = [
+    *(
+        Contender(
+            f"mechanic muon / {kind}",
+            "muon",
+            lambda model, task, lr, of=of: Mechanic(_muon_and_adamw(model, task, lr, lr, of)),
+            lr=1.0,
+        )
+        for kind, of in MUON_TUNERS.items()
+    ),
+    # As torch documents it: the update of a matrix is not made as large as AdamW's.
+    Contender("muon, torch's defaults", "muon", _muon_by_default, lr=1e-3),
+]
+
 # Not contenders of the tables: what happens to ours when another lr is passed.
 FLAT = [
     Contender(f"flat {base}", base, _ours(base), lrs=tuple(10.0**power for power in range(-6, 7, 2)))
     for base in ("sgd", "adamw")
 ]
 
-CONTENDERS = {contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *STUDIES, *FLAT]}
+CONTENDERS = {
+    contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *STUDIES, *FLAT, *MUON, *MUON_LINES]
+}

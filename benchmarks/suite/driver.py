@@ -25,6 +25,7 @@ class Remaining:
     def __init__(self, pairs: list[Pair], book: RecordBook, seeds: int) -> None:
         self.book, self.seeds = book, seeds
         self._pairs = {(task.name, contender.name): (task, contender) for task, contender in pairs}
+        self._plane_of = {line: contender.name for _, contender in pairs for line in contender.lines}
         self._done: Counter[tuple[str, str]] = Counter()
         self._timed: Counter[str] = Counter()  # runs, by task
         self._spent: Counter[str] = Counter()  # seconds, by task
@@ -44,9 +45,8 @@ class Remaining:
         """What its pair needs after a new record."""
         run = run_of(record)
         self._note(run, record)
-        if (run.task, run.contender) not in self._pairs:
-            return []
-        return self._plan(run.task, run.contender)
+        pair = self._pair_of(run)
+        return self._plan(*pair) if pair in self._pairs else []
 
     def count(self) -> dict[str, int]:
         """By task; what a grid still needs is a guess."""
@@ -60,8 +60,11 @@ class Remaining:
         """On one core."""
         return sum(count * self.seconds_per_run(task) for task, count in self._left.items())
 
+    def _pair_of(self, run: Run) -> tuple[str, str]:
+        return run.task, self._plane_of.get(run.contender, run.contender)
+
     def _note(self, run: Run, record: dict[str, Any]) -> None:
-        self._done[run.task, run.contender] += 1
+        self._done[self._pair_of(run)] += 1
         if not raised(record):
             self._timed[run.task] += 1
             self._spent[run.task] += record["seconds"]

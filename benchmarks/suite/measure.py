@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.suite.contenders import CONTENDERS, Contender
+from benchmarks.suite.contenders import BY_ROLE, CONTENDERS, Contender
 from benchmarks.suite.loop import Batches, Training
 from benchmarks.suite.partial import Partial, path_of
 from benchmarks.suite.record import EVALUATED_AT, Run, environment
@@ -182,7 +182,10 @@ def measure(
             with evaluation_point(task, model, optimizer, average) as judged:
                 point = {"step": step, **evaluate(task, judged if device == "cpu" else _FromCPU(judged))}
             if isinstance(optimizer, Mechanic):
-                point["scale"] = statistics.median(optimizer.scales().values())
+                scales = optimizer.scales()
+                point["scale"] = statistics.median(scales.values())
+                if contender.name == BY_ROLE:
+                    point |= {f"scale of {role}": scale for role, scale in scales.items()}
             progress.add(point)
             if not math.isfinite(point["train_loss"]):
                 break  # what has diverged does not come back

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.suite.contenders import BASES, CHANGES, CONTENDERS, FLAT, OURS, PEERS, TUNED, Contender
+from benchmarks.suite.contenders import (
+    BASES,
+    CHANGES,
+    CONTENDERS,
+    FLAT,
+    MUON,
+    MUON_LINES,
+    MUON_PLANE,
+    OURS,
+    PEERS,
+    TUNED,
+    Contender,
+    muon_point,
+)
 from benchmarks.suite.record import Run, final, raised
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT
 from benchmarks.suite.task import Task
@@ -20,6 +34,8 @@ from benchmarks.suite.tasks import (
     IMAGES,
     LANGUAGE,
     LONG,
+    LONGER,
+    MUON_WIDTHS,
     TABULAR,
     TASKS,
     WIDTHS,
@@ -30,6 +46,7 @@ Pair = tuple[Task, Contender]
 
 GRID = range(-4, 5)  # half decades around the middle
 FARTHEST = 20  # half decades: where even a growing grid ends
+MUON_FARTHEST = len(MUON_LINES) // 2
 EVERYONE = [*TUNED, *OURS, *PEERS]
 _ADAMW = [CONTENDERS["adamw"], CONTENDERS["mechanic adamw"]]
 
@@ -51,6 +68,7 @@ SUITES = {
 SUITES["cpu"] = [pair for name, pairs in SUITES.items() if name != "smoke" for pair in pairs]
 SUITES["development"] = _product([TASKS[name] for name in DEVELOPMENT], EVERYONE)
 SUITES["held-out"] = _product([TASKS[name] for name in HELD_OUT], EVERYONE)
+SUITES["horizons"] = _product(LONGER, _ADAMW)
 # Where a run takes a few seconds.
 SUITES["defaults"] = _product(
     [*CONVEX, TABULAR, *IMAGES[2:], GPT], [CONTENDERS[f"variant {c} / {b}"] for c in CHANGES for b in ("sgd", "adamw")]
@@ -71,11 +89,40 @@ SUITES |= {
     "layers": _product([*IMAGES, *LANGUAGE], _named("per layer", bases=_BOTH)),
     "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
+    "muon": _product([*LANGUAGE, *FINE_TUNING, IMAGES[3]], [*_ADAMW, *MUON, MUON_PLANE]),
+    "muon-widths": _product(MUON_WIDTHS, [*MUON, MUON_PLANE]),
 }
 
 
 def grid_point(base: str, index: int) -> float:
     return float(f"{BASES[base] * 10 ** (index / 2):.3g}")
+
+
+def _line_of(plane: Contender, index: int) -> str:
+    return plane.lines[len(plane.lines) // 2 + index]
+
+
+def _needed_on_plane(task: Task, plane: Contender, records: Records, seeds: int) -> list[Run]:
+    """From nine points around the middle of two learning rates, with what lies around the best, until that is tried."""
+
+    def run(point: tuple[int, int], seed: int = 0) -> Run:
+        return Run(task.name, _line_of(plane, point[1]), muon_point(point[0]), seed)
+
+    def around(point: tuple[int, int], steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        found = [(point[0] + i, point[1] + j) for i, j in steps]
+        return [each for each in found if max(map(abs, each)) <= MUON_FARTHEST]
+
+    square = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    if runs := [run(point) for point in square if run(point) not in records]:
+        return runs
+    side = range(-MUON_FARTHEST, MUON_FARTHEST + 1)
+    tried = {point: records[run(point)] for point in itertools.product(side, side) if run(point) in records}
+    losses = {point: final(record) for point, record in tried.items() if not raised(record)}
+    best = min(losses, key=losses.__getitem__)
+    if runs := [run(point) for point in around(best, square) if point not in tried]:
+        return runs
+    again = around(best, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
+    return [each for point in again for seed in range(1, seeds) if (each := run(point, seed)) not in records]
 
 
 def needed(task: Task, contender: Contender, records: Records, seeds: int) -> list[Run]:
@@ -85,6 +132,8 @@ def needed(task: Task, contender: Contender, records: Records, seeds: int) -> li
         runs = [Run(task.name, contender.name, lr, seed) for seed in wanted for lr in lrs]
         return [run for run in runs if run not in records]
 
+    if contender.lines:
+        return _needed_on_plane(task, contender, records, seeds)
     if contender.lrs:
         return missing(contender.lrs, [0])
     if contender.lr is not None:
@@ -114,6 +163,8 @@ def needed(task: Task, contender: Contender, records: Records, seeds: int) -> li
 
 def expected_runs(contender: Contender, seeds: int) -> int:
     """About how many runs a pair takes from nothing."""
+    if contender.lines:
+        return 16 + 5 * (seeds - 1)
     if contender.lrs:
         return len(contender.lrs)
     return seeds if contender.lr is not None else len(GRID) + 1 + 4 * (seeds - 1)

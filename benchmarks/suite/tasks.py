@@ -221,6 +221,16 @@ def _of_width(width: int) -> Task:
 
 WIDTHS = [_of_width(width) for width in (16, 32, 64, 128)]
 
+
+def _gpt_of(width: int, layers: int) -> Task:
+    model = functools.partial(models.GPT, 65, LENGTH, width=width, layers=layers, heads=4, dropout=0.0)
+    seconds = GPT.seconds * layers / 2 * max(1.0, width / 64)
+    return replace(GPT, name=f"{GPT.name}-width{width}-layers{layers}", model=model, seconds=seconds)
+
+
+MUON_WIDTHS = [*(_gpt_of(width, layers) for layers in (2, 4) for width in (32, 64, 128, 256)), *WIDTHS[1:]]
+MUON_WIDTHS.append(_of_width(256))
+
 # Scaled so that an empty bin is -1, the noise of the classes in a batch drowns all else: no tuner gets off the ground.
 HARD = [_convex("cifar100_histograms", 128, 100, suffix="-centred")]
 
@@ -318,4 +328,19 @@ CHANGED = [
 
 CPU = [*CONVEX, TABULAR, *IMAGES, *LANGUAGE, *FINE_TUNING]
 WIDER = [*NEW_KINDS, *CHANGED]
-TASKS = {task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG, *WIDER]}
+
+
+def _times(of: Task, factor: int) -> Task:
+    return of if factor == 1 else _changed(of, f"{factor}x", steps=factor * of.steps, seconds=factor * of.seconds)
+
+
+_of_horizons = ("mlp-fashion", "cnn-mnist", "gpt-shakespeare", "mlp-adult", "set-mnist", "noisy-regression")
+HORIZONS = {  # the same task over 1, 4 and 16 times its steps
+    task.name: {factor: _times(task, factor) for factor in (1, 4, 16)}
+    for task in [*CPU, *WIDER]
+    if task.name in _of_horizons
+}
+LONGER = [task for by_factor in HORIZONS.values() for task in by_factor.values()]
+TASKS = {
+    task.name: task for task in [*CPU, *HARD, *BATCHES, *WIDTHS, *FEW, *DROPOUT, *LONG, *WIDER, *LONGER, *MUON_WIDTHS]
+}

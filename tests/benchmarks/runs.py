@@ -5,10 +5,20 @@ import os
 import pytest
 import torch
 
-from benchmarks.suite.contenders import Contender
+from benchmarks.suite.contenders import BASES, CONTENDERS, MUON_MIDDLE, MUON_PLANE, Contender
 from benchmarks.suite.record import EVALUATED_AT
 
 needs_data = pytest.mark.skipif("MECHANIC_DATA" not in os.environ, reason="needs MECHANIC_DATA, a folder of datasets")
+
+
+# A variant is Mechanic with another config, and the lines of a plane are one optimizer.
+KINDS = [name for name in CONTENDERS if not name.startswith(("variant", "flat")) and name not in MUON_PLANE.lines]
+KINDS += ["variant forgetting=0 / adamw", f"muon {MUON_MIDDLE:g}"]
+"""The contenders that run different code."""
+
+
+def some_lr(contender):
+    return contender.lr or {**BASES, "muon": MUON_MIDDLE}[contender.base]
 
 
 def record_of(run, loss):

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from benchmarks.suite import driver, plan
-from benchmarks.suite.contenders import BASES, CONTENDERS
+from benchmarks.suite.contenders import CONTENDERS
 from benchmarks.suite.loop import Training
 from benchmarks.suite.measure import Settings, execute, measure
 from benchmarks.suite.partial import Partial, path_of
 from benchmarks.suite.record import Run
 from benchmarks.suite.recordbook import RecordBook
 from benchmarks.suite.tasks import TASKS
-from tests.benchmarks.runs import needs_data, record_of
+from tests.benchmarks.runs import KINDS, needs_data, record_of, some_lr
 
 STEPS, FATAL = 20, 13
 
@@ -57,11 +57,10 @@ def small(name):
 
 
 @needs_data
-# A variant is Mechanic with another config.
-@pytest.mark.parametrize("name", [name for name in CONTENDERS if not name.startswith("variant")])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_contender_continues_as_if_nothing_had_been(name, tmp_path):
     task, contender = small("mlp-adult"), CONTENDERS[name]
-    lr = contender.lr or (contender.lrs or (BASES[contender.base],))[0]
+    lr = some_lr(contender)
     partial = functools.partial(Partial, tmp_path / "run.pt", {}, minutes=0.0)
     whole = measure(task, contender, lr, seed=0)
     with pytest.raises(Killed):

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import shutil
@@ -21,7 +22,7 @@ import torch
 pytest.importorskip("ray")
 from benchmarks.report import pages
 from benchmarks.suite import plan, record
-from benchmarks.suite.contenders import BASES, CONTENDERS
+from benchmarks.suite.contenders import CONTENDERS, MUON_PLANE
 from benchmarks.suite.loop import Batches, Training, train_plainly
 from benchmarks.suite.measure import evaluate, measure
 from benchmarks.suite.record import EVALUATED_AT, Run, final, run_of
@@ -29,7 +30,7 @@ from benchmarks.suite.recordbook import RecordBook
 from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
-from tests.benchmarks.runs import needs_data, record_of
+from tests.benchmarks.runs import KINDS, needs_data, record_of, some_lr
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +59,10 @@ def test_a_baseline_through_the_harness_equals_a_plain_loop_bit_for_bit():
 
 
 @needs_data
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_contender_goes_through_the_loop(name):
     contender = CONTENDERS[name]
-    lr = contender.lr or BASES[contender.base]
+    lr = some_lr(contender)
     task = replace(TASKS["mlp-adult"], steps=60)
     found = measure(task, contender, lr, seed=0)
     losses = found["curve"]["train_loss"]
@@ -167,6 +168,27 @@ def test_the_grid_grows_until_its_best_is_not_at_the_edge(best):
     seeds = collections.Counter(run.lr for run in records)
     assert [seeds[lrs[position + offset]] for offset in (-1, 0, 1)] == [3, 3, 3]
     assert seeds.total() == len(lrs) + 6
+
+
+@pytest.mark.parametrize("best", [(1e-4, 0.1), (3.16e-3, 3.16e-3), (0.1, 1e-3)])
+def test_two_learning_rates_are_tuned_until_the_best_pair_has_been_tried_with_all_around_it(best):
+    """The loss is a valley that runs across the plane, as where one rate makes up for the other."""
+
+    def pair_of(run):
+        return run.lr, float(run.contender.removeprefix("muon "))
+
+    def loss_of(run):
+        muon, adamw = (math.log10(found / wanted) for found, wanted in zip(pair_of(run), best, strict=True))
+        return (muon**2 + adamw**2 + muon * adamw) / 10 + (0.01 if run.seed else 0.0)
+
+    records = run_to_the_end(TASKS["convex-iris"], MUON_PLANE, loss_of, seeds=3)
+    first = {pair_of(run): record for run, record in records.items() if run.seed == 0}
+    found = min(first, key=lambda pair: final(first[pair]))
+    assert found == pytest.approx(best, rel=0.01)
+    near = [pair for pair in first if all(0.3 < a / b < 3.4 for a, b in zip(pair, found, strict=True))]
+    assert len(near) == 9
+    assert len(records) == len(first) + 5 * 2
+    assert len(first) < 60
 
 
 def test_what_diverges_is_never_the_best():

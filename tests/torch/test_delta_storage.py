@@ -10,7 +10,7 @@ import schedulefree
 import torch
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, Together, gpu, mechanic_class, stored
+from mechanic.torch import Mechanic, Together, gpu, mechanic_class, step, stored
 from mechanic.torch.step import step_eagerly
 from tests.torch.bases import BY_NAME
 from tests.torch.memory import allocations
@@ -153,9 +153,13 @@ def test_random_numbers_of_torch_stay_as_they_were():
 
 @rounded
 def test_parts_do_not_change_the_step(monkeypatch, delta):
-    whole = snapshot(*trained(delta))
-    monkeypatch.setattr(stored, "PART", 100)
-    assert same_bits(whole, snapshot(*trained(delta)))
+    whole, counts = snapshot(*trained(delta)), set()
+    parts_of = stored.parts_of
+    monkeypatch.setattr(step, "parts_of", lambda buckets: counts.add(len(found := parts_of(buckets))) or found)
+    for size in (1, 100, sum(p.numel() for p in mlp().parameters()) - 1):
+        monkeypatch.setattr(stored, "PART", size)
+        assert same_bits(whole, snapshot(*trained(delta)))
+    assert counts >= {2, 4}
 
 
 def test_on_delta_what_comes_and_goes_does_not_grow_with_the_model():

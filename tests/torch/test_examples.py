@@ -14,7 +14,7 @@ EXAMPLES = {
     for path in sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
     if path.stem not in RUN_ELSEWHERE
 }
-CHECKED = {"held_out", "per_group", "probe_then_train"}  # below
+CHECKED = {"bf16", "held_out", "per_group", "probe_then_train"}  # below
 SHORTER = {"muon_gpt": ("--steps", "30")}  # the others take seconds
 
 
@@ -37,8 +37,14 @@ def test_runs_as_it_stands(name, tmp_path):
     assert printed(name, tmp_path)
 
 
+def results(name, folder):
+    """The numbers of the lines that begin with a loss; the others tell what the example shows."""
+    lines = printed(name, folder).splitlines()
+    return [numbers(line) for line in lines if line.startswith(("loss", "test loss", "final loss"))]
+
+
 def test_a_tuner_per_group_beats_one_for_all_and_the_best_of_nine_learning_rates(tmp_path):
-    (shared, _), (apart, embedding, body), (tuned, lr) = map(numbers, printed("per_group", tmp_path).splitlines())
+    (shared, _), (apart, embedding, body), (tuned, lr) = results("per_group", tmp_path)
     assert apart < shared
     assert apart < tuned
     assert 1e-4 < lr < 1  # not at the edge of the grid
@@ -46,12 +52,18 @@ def test_a_tuner_per_group_beats_one_for_all_and_the_best_of_nine_learning_rates
 
 
 def test_a_probed_run_ends_as_low_as_a_learned_one(tmp_path):
-    last = printed("probe_then_train", tmp_path).splitlines()[-1]
-    assert last.startswith("final loss")
-    assert numbers(last)[0] < 0.1
+    ((loss, *_),) = results("probe_then_train", tmp_path)
+    assert loss < 0.1
+
+
+def test_bfloat16_loses_steps_of_a_bare_adamw_and_none_of_mechanics(tmp_path):
+    rows = [line.split("float32")[1] for line in printed("bf16", tmp_path).splitlines() if "float32" in line]
+    *bare, ours = ([float(part.split()[-1]) for part in row.split(",")] for row in rows)
+    assert all(half > 1.2 * single for single, half in bare)
+    assert max(ours) < 0.01
 
 
 def test_held_out_feedback_closes_the_gap_to_a_learning_rate_tuned_on_the_test_data(tmp_path):
-    by_train, by_held_out, best = (numbers(line)[0] for line in printed("held_out", tmp_path).splitlines())
+    by_train, by_held_out, best = (found[0] for found in results("held_out", tmp_path))
     assert by_train - best > 1.0
     assert by_train - by_held_out >= 0.8 * (by_train - best)

@@ -243,6 +243,8 @@ def test_what_muon_cannot_take_is_refused_with_what_to_do():
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"0\.table has 3 dimensions"):
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)), roles={"0.table": "matrix"})
+    with pytest.raises(ValueError, match=r"0\.bias has 1 dimensions, which Muon does not take"):
+        MechanicMuon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), roles={"0.bias": "matrix"})
     with pytest.raises(ValueError, match=r"0\.weight has complex numbers"):
         MechanicMuon(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"another model: they lack wte\.weight"):

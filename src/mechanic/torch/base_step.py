@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.buckets import Bucket
+from mechanic.torch.bases import casts_state
+from mechanic.torch.buckets import Bucket, replaced
+from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import FROZEN, PEAK_LR, STATE_KEYS, Group, params_of
 from mechanic.torch.private import global_hooks_silenced
 
@@ -54,11 +56,13 @@ def step_base(
         for bucket in buckets:
             if bucket.has_grad or (instead and bucket.moves):
                 bucket.lend()
+                match_state(base, bucket)
         if instead or only_these:  # it may move all parameters it sees, so it sees only those that are lent
             seen = {p for bucket in buckets if bucket.moves for p in bucket.params}
             for group in groups:
                 group["params"] = [p for p in group["params"] if p in seen]
-        with global_hooks_silenced():
+        stand_ins = {p: twin for bucket in buckets for p, twin in bucket.stand_ins.items()}
+        with global_hooks_silenced(), replaced(base, stand_ins):
             (instead or base.step)()
         has_stepped = True
     except BaseException as error:
@@ -84,6 +88,20 @@ def step_base(
             for bucket, lent in zip(buckets, stepped, strict=True):
                 bucket.give_up(lent, forgotten={p for p in bucket.params if p not in ours})
     return stepped
+
+
+def match_state(base: Optimizer, bucket: Bucket) -> None:
+    """Cast what torch's own optimizers keep of half-precision parameters to the dtype that they are about to see.
+
+    It differs if what they see has changed: a hook on the base's step brings copies in float32, for example.
+    """
+    if not is_half_precision(bucket.dtype) or not casts_state(base):
+        return
+    for p in bucket.params:
+        for key, value in base.state.get(p, {}).items():
+            is_like_p = key != "step" and isinstance(value, Tensor) and value.shape == p.shape
+            if is_like_p and value.dtype != bucket.lent_dtype and value.is_floating_point():
+                base.state[p][key] = value.to(bucket.lent_dtype)
 
 
 @contextmanager

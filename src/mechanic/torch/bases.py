@@ -27,6 +27,8 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients, and Mechanic's Delta is dense; use Adam and sparse=False",
     "LOMO": _IN_BACKWARD,
     "AdaLOMO": _IN_BACKWARD,
+    "CPUOffloadOptimizer": "it steps copies of the parameters on the CPU and lays them over the parameters, unscaled; "
+    "shard with fully_shard(..., offload_policy=CPUOffloadPolicy()), then Delta and state are on the CPU as well",
     **dict.fromkeys(("Mechanic", "DoG", "LDoG", "DoWG", "TRAC"), _TUNER),
 }
 _REFUSED_PREFIXES = {"DAdapt": _TUNER, "Prodigy": _TUNER}
@@ -159,19 +161,52 @@ _VALUE_INDEPENDENT = {
 """Bases whose update does not depend on the parameter values, but for weight decay."""
 
 
-def decoupled_decays(base: Optimizer) -> list[float] | None:
+_KNOWS_BFLOAT16 = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RAdam", "RMSprop", "Adadelta")}
+"""Those of them that train as well with state in bfloat16, rounded to nearest, as in float32; see docs/memory.md."""
+
+
+_LOW_BIT = {
+    *(f"torchao.optim.adam.{name}" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+    *(f"bitsandbytes.optim.adamw.{name}" for name in ("AdamW8bit", "PagedAdamW8bit")),
+    *(f"bitsandbytes.optim.lion.{name}" for name in ("Lion8bit", "PagedLion8bit")),
+}
+"""Bases with state in few bits, whose update does not depend on the values but for a decoupled weight decay."""
+
+
+def is_low_bit(base: Optimizer) -> bool:
+    return f"{type(base).__module__}.{type(base).__qualname__}" in _LOW_BIT
+
+
+def casts_state(base: Optimizer) -> bool:
+    """Whether a base keeps its state in the dtype that it sees, and may do so in bfloat16."""
+    return all(type(member) in _KNOWS_BFLOAT16 for member in members_of(base))
+
+
+def knows_bfloat16(base: Optimizer) -> bool:
+    """Whether a base may step on Delta and make its state of bfloat16 parameters as it does by itself."""
+    known = all(type(member) in _KNOWS_BFLOAT16 or is_low_bit(member) for member in members_of(base))
+    return known and decoupled_decays(base, also_at_zero=True) is not None
+
+
+def decoupled_decays(base: Optimizer, *, also_at_zero: bool = False) -> list[float] | None:
     """lr times weight decay, by param group, of a base that can step on Delta in place of the parameters.
 
     None if it cannot: if its update may depend on the values, if somebody else may look at them, or if lr is 0 or may
-    be. A step at lr = 0 has to leave every bit of the parameters as it is.
+    be. A step at lr = 0 has to leave every bit of the parameters as it is, which ``also_at_zero`` says it does.
     """
-    if any(type(member) not in _VALUE_INDEPENDENT for member in members_of(base)) or has_hooks(base):
+    known = all(type(member) in _VALUE_INDEPENDENT or is_low_bit(member) for member in members_of(base))
+    if not known or has_hooks(base):
         return None
     decays = []
     for owner, group in zip(owners_of(base), base.param_groups, strict=True):
         lr, decay = group["lr"], group.get("weight_decay", 0.0)
-        is_decoupled = type(owner) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
-        if isinstance(lr, Tensor) or isinstance(decay, Tensor) or lr == 0 or (decay and not is_decoupled):
+        low_bit = is_low_bit(owner)
+        is_decoupled = low_bit or type(owner) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        if low_bit and isinstance(lr, Tensor) and lr.device.type == "cpu":
+            lr = float(lr)  # torchao makes a tensor of any
+        if isinstance(lr, Tensor) or isinstance(decay, Tensor) or (decay and not is_decoupled):
+            return None
+        if lr == 0 and not also_at_zero:
             return None
         decays.append(lr / group[PEAK_LR] * decay)
     return decays

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mechanic.torch.kernels import eager
 from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
 from mechanic.torch.kernels.storage import Noises
-from mechanic.torch.layout import DELTA, RESIDUAL
+from mechanic.torch.layout import DELTA, RESIDUAL, params_of
 from mechanic.torch.private import foreach_mul_
-from mechanic.torch.shards import locals_of, set_local
+from mechanic.torch.shards import is_dtensor, locals_of, set_local, wide_twin
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,16 +32,46 @@ class Scaling(NamedTuple):
 
 
 @contextmanager
-def widened(params: Iterable[Tensor]) -> Iterator[None]:
+def widened(base: Optimizer, *, but_for: torch.dtype | None) -> Iterator[None]:
     """Present half-precision parameters as float32, which the base steps on: torch casts loaded state to match."""
-    originals = [(p, p.data, p.grad) for p in params if is_half_precision(p.dtype)]
+
+    def nothing_like(p: Tensor) -> Tensor:
+        return torch.empty(0, dtype=working_dtype(p.dtype), device=p.device)
+
+    half = [p for p in params_of(base.param_groups) if is_half_precision(p.dtype) and p.dtype != but_for]
+    originals = [(p, p.data, p.grad) for p in half if not is_dtensor(p)]
     try:
-        for p, data, _ in originals:
-            repoint(p, torch.empty(0, dtype=working_dtype(data.dtype), device=data.device), None)
-        yield
+        for p, _, _ in originals:
+            repoint(p, nothing_like(p), None)
+        with replaced(base, {p: nothing_like(p) for p in half if is_dtensor(p)}):
+            yield
     finally:
         for p, data, grad in originals:
             repoint(p, data, grad)
+
+
+@contextmanager
+def replaced(base: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let a base see other tensors in place of some parameters, with the parameters' state.
+
+    The dtype of a DTensor is a part of its layout, so it cannot be pointed at data in another dtype.
+    """
+    if not stand_ins:
+        yield
+        return
+    _exchange(base, stand_ins)
+    try:
+        yield
+    finally:
+        _exchange(base, {stand_in: p for p, stand_in in stand_ins.items()})
+
+
+def _exchange(base: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
+    for group in base.param_groups:
+        group["params"] = [others.get(p, p) for p in group["params"]]
+    for p, other in others.items():
+        if p in base.state:
+            base.state[other] = base.state.pop(p)
 
 
 @dataclass
@@ -69,6 +100,7 @@ class Bucket:
     mechanic_state: list[dict[str, Tensor]] = field(default_factory=list)  # see mechanic_state_of
     _scaling: Scaling | None = None  # of the step that is being made
     _originals: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # data and gradient, while lent
+    stand_ins: dict[Tensor, Tensor] = field(default_factory=dict)  # what the base is to see instead, while lent
 
     @property
     def deltas(self) -> list[Tensor]:
@@ -81,7 +113,12 @@ class Bucket:
 
     @property
     def residuals(self) -> list[Tensor]:
-        return [kept[RESIDUAL] for kept in self.mechanic_state]
+        return locals_of([kept[RESIDUAL] for kept in self.mechanic_state], sharded=self.sharded)
+
+    @property
+    def lent_dtype(self) -> torch.dtype:
+        """Of what the base steps on."""
+        return working_dtype(self.dtype)
 
     def measure(self) -> Tensor:
         """The five sums, [5], of what this rank holds."""
@@ -110,9 +147,12 @@ class Bucket:
     def lend(self) -> None:
         """Point the parameters at what the base is to step on: working copies, or Delta itself."""
         lent = self._to_lend()
+        if self.lent_dtype != self.dtype and self.sharded:
+            self.stand_ins = {p: wide_twin(p, data) for p, data in zip(self.params, lent, strict=True)}
+            return
         grads: list[Tensor | None] = [None] * len(lent)
         wide: list[Tensor | None] = [None] * len(lent)
-        if is_half_precision(self.dtype):
+        if self.lent_dtype != self.dtype:
             grads = [p.grad for p in self.params]
             with_grad = [grad for grad in grads if grad is not None]
             copies = iter(eager.copies_of(with_grad, working_dtype(self.dtype)))
@@ -133,6 +173,10 @@ class Bucket:
 
     def take_back(self) -> list[Tensor]:
         """Point the parameters at their own data again. Returns what they were pointed at, as the base left it."""
+        if self.stand_ins:
+            stepped = locals_of(list(self.stand_ins.values()), sharded=True)
+            self.stand_ins = {}
+            return stepped
         stepped = self._data() if self._originals else []
         for p, (data, grad) in zip(self.params, self._originals, strict=False):
             repoint(p, data, grad)
@@ -234,13 +278,13 @@ class Bucket:
 
     def _values(self, *, copy: bool = False) -> list[Tensor]:
         if is_half_precision(self.dtype):
-            return eager.values_of(self.params, self.residuals)
+            return eager.values_of(self._local_params(), self.residuals)
         params = self._local_params()
         return eager.copies_of(params, self.dtype) if copy else params
 
     def _store(self, values: list[Tensor]) -> None:
         if is_half_precision(self.dtype):
-            eager.store_rounded(values, self.params, self.residuals)
+            eager.store_rounded(values, self._local_params(), self.residuals)
 
     def _of_this_tuner(self, per_tuner: Tensor) -> Tensor:
         return per_tuner.unbind()[self.row].to(self.device)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch import validation
-from mechanic.torch.buckets import widened
 from mechanic.torch.layout import DELTA_SCALES, ROW, STATE_KEYS, TUNER, StateDict, params_of
 from mechanic.torch.probe import expected_state
 from mechanic.torch.stored import decoded
@@ -52,7 +51,7 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
     former = wrapped.groups
     of_base, ours = _split(state_dict, d_is_ours=wrapped.shows_scales)
     try:
-        with widened(params_of(former)):
+        with wrapped.as_it_steps():
             wrapped.base.load_state_dict(of_base)
     except Exception as error:
         name = type(wrapped.base).__name__

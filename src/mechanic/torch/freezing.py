@@ -8,9 +8,11 @@ import torch
 
 from mechanic.torch import tuners
 from mechanic.torch.buckets import Bucket
+from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import DELTA, DELTA_SCALES, FROZEN, PEAK_LR, RESIDUAL, params_of
 from mechanic.torch.probe import is_linear_in_lr
 from mechanic.torch.step import sum_by_tuner
+from mechanic.torch.stored import parts_of
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import total_scale
 
@@ -67,20 +69,26 @@ def step_frozen(wrapped: Wrapped[Any]) -> None:
     """The base's own step at lr times the frozen scale.
 
     It steps on copies if the parameters are in half precision, or if its update is not proportional to lr and has to
-    be scaled afterwards.
+    be scaled afterwards. It makes its update apart from them if it sees bfloat16 parameters in their own dtype.
     """
     linear = scales_by_lr(wrapped)
-    in_place = linear and not wrapped.has_half_precision()
+    in_place = linear and not any(is_half_precision(dtype) for dtype in wrapped.dtypes())
+    in_bfloat16 = wrapped.is_in_own_dtype and wrapped.dtypes() == {torch.bfloat16}
+    decays = wrapped.decays_beside_delta() if in_bfloat16 else None
+    linear = linear and decays is None
     buckets: list[Bucket] = []
     if wrapped.skip_nonfinite or not in_place:
-        reduction, buckets = wrapped.reduction_and_buckets()
+        reduction, buckets = wrapped.reduction_and_buckets(decays)
         if wrapped.skip_nonfinite:
             like = wrapped.read_tuners(buckets)[1].scales
             if not reduction.sum(sum_by_tuner([(b.row, b.grad_sq()) for b in buckets], 1, like)).isfinite().all():
                 wrapped.count_skipped_step()
                 return
     buckets = [] if in_place else [bucket for bucket in buckets if bucket.has_grad]
-    for bucket, copies in zip(buckets, wrapped.step_base(buckets, scale_lr=linear), strict=True):
-        scale = None if linear else total_scale(wrapped.read_tuners([bucket])[1], torch)
-        bucket.move_frozen(copies, scale)
+    parts = parts_of(buckets)
+    for part in parts:
+        stepped = wrapped.step_base(part, scale_lr=linear, only_these=len(parts) > 1)
+        for bucket, copies in zip(part, stepped, strict=True):
+            scale = None if linear else total_scale(wrapped.read_tuners([bucket])[1], torch)
+            bucket.move_frozen(copies, scale)
     tuners.remember_rates(wrapped.groups)

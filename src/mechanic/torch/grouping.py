@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.buckets import Bucket
-from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision, working_dtype
+from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE, is_half_precision
 from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL, ROW, Group
 from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, shard_number
-from mechanic.torch.stored import SHARD, StoredBucket, delta_state_of, dtype_of_delta
+from mechanic.torch.stored import SHARD, StoredBucket, delta_state_of, dtype_of_delta, is_stored
 from mechanic.torch.tuners import rows_of
 
 
@@ -36,10 +36,12 @@ def buckets_of(
     own_iterates: bool,
     decays: list[float] | None,
     delta: torch.dtype | str | None,
+    in_own_dtype: bool,
 ) -> list[Bucket]:
     """The trainable parameters and what Mechanic keeps of them, in lists that can be worked on as one.
 
-    ``decays``, by group, are given if the base is to step on Delta. ``delta`` is what Delta is stored in.
+    ``decays``, by group, are given if the base is to step on Delta. ``delta`` is what Delta is stored in. If it is to
+    step on Delta ``in_own_dtype``, it does so with bfloat16 parameters.
     """
     buckets: dict[tuple[Any, ...], Bucket] = {}
     rows = rows_of(groups)
@@ -61,9 +63,10 @@ def buckets_of(
             moves = has_grad or DELTA in kept
             key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, decay)
             if (bucket := buckets.get(key)) is None:
-                stored = not frozen and dtype_of_delta(p.dtype, delta) != working_dtype(p.dtype)
-                kind = StoredBucket if stored else Bucket
-                bucket = kind(*key, own_iterates=own_iterates, steps_on_delta=decays is not None)
+                own = in_own_dtype and decays is not None and p.dtype == torch.bfloat16
+                stored = not frozen and is_stored(p.dtype, delta)
+                options: dict[str, Any] = {"own_iterates": own_iterates, "steps_on_delta": decays is not None}
+                bucket = StoredBucket(*key, **options, in_own_dtype=own) if own or stored else Bucket(*key, **options)
                 buckets[key] = bucket
             bucket.params.append(p)
             bucket.mechanic_state.append(mechanic_state_of(p, kept, frozen=frozen, delta=delta) if moves else {})

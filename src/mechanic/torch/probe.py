@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.base_step import numbers_in, set_numbers, shown_only
+from mechanic.torch.bases import is_low_bit
 from mechanic.torch.layout import Group
 from mechanic.torch.private import global_hooks_silenced
 from mechanic.torch.together import owners_of
@@ -70,11 +71,11 @@ _LINEAR_IN_LR = {
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base's update is proportional to lr, so that S can be multiplied into lr.
 
-    Known for torch's own classes, measured for all others.
+    Known for torch's own classes and those of few bits, measured for all others.
     """
     return all(
-        type(owner) in _LINEAR_IN_LR
-        if _is_of_torch(owner)
+        type(owner) in _LINEAR_IN_LR or is_low_bit(owner)
+        if _is_of_torch(owner) or is_low_bit(owner)
         else all(_doubles_with_lr(type(owner), group, lr) for lr in (1e-3, 1.0))
         for owner, group in zip(owners_of(base), base.param_groups, strict=True)
     )

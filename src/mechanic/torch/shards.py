@@ -52,6 +52,15 @@ def set_local(tensor: Tensor, data: Tensor) -> None:
         tensor.data = data
 
 
+def wide_twin(p: Tensor, data: Tensor) -> Tensor:
+    """A DTensor laid out as a half-precision one, with other data in a wider dtype and p's gradient in it."""
+    twin = torch.empty_like(p, dtype=data.dtype, requires_grad=False)
+    set_local_tensor(twin, data)
+    if p.grad is not None:
+        twin.grad = p.grad.to(data.dtype)
+    return twin
+
+
 def is_split_too_far(p: Tensor) -> bool:
     """Whether a DTensor has fewer rows, or columns, than ranks they are split over."""
     ranks: dict[int, int] = {}
@@ -83,7 +92,6 @@ class Reduction:
 
     def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None, elements: int = 0) -> None:
         params = list(params)
-        _require_full_precision(params)
         if any(hasattr(p, "ds_id") for p in params):
             raise ValueError(
                 "Mechanic does not work under DeepSpeed's ZeRO stage 3, which steps its optimizer part by part and "
@@ -151,16 +159,6 @@ def _are_partitions(params: list[Tensor], elements: int) -> bool:
         return False
     swapped = any(not isinstance(p, torch.nn.Parameter) for p in params)
     return swapped and sum(p.numel() for p in params) < elements
-
-
-def _require_full_precision(params: list[Tensor]) -> None:
-    for p in params:
-        # The dtype of a DTensor is part of its layout, so it cannot be pointed at a float32 copy.
-        if is_dtensor(p) and p.requires_grad and torch.promote_types(p.dtype, torch.float32) != p.dtype:
-            raise ValueError(
-                f"Mechanic needs sharded parameters in float32, got {p.dtype}; keep them so and compute in half "
-                "precision, fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))"
-            )
 
 
 def _sharded_dims(placements: Any) -> list[int]:

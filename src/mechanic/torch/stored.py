@@ -44,6 +44,11 @@ def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch
     return chosen if chosen.itemsize < working.itemsize else working
 
 
+def is_stored(dtype: torch.dtype, delta: torch.dtype | str | None) -> bool:
+    """Whether Delta of a parameter takes fewer bytes than its working dtype."""
+    return dtype_of_delta(dtype, delta) != working_dtype(dtype)
+
+
 def noises_of(delta: torch.dtype | str | None, tuner: TunerState, *, again: bool = False) -> Noises | None:
     """What stored Deltas are rounded with in this step; every step has its number, finite or not.
 
@@ -90,8 +95,12 @@ class StoredBucket(Bucket):
 
     The parameters stay as they are until the base has stepped, also if it steps on Delta, which is then a decoded one:
     so a base that fails has changed nothing but its own state.
+
+    ``in_own_dtype``, of bfloat16 parameters, the base steps on zeros in bfloat16 with the gradients as they are, and
+    makes its state as it does by itself. What it leaves is u. Added to Delta in bfloat16, most of u would be lost.
     """
 
+    in_own_dtype: bool = False
     numbers: list[int] = field(default_factory=list)  # of the parameters, for rounding
 
     @property
@@ -109,7 +118,13 @@ class StoredBucket(Bucket):
         sums = kernels.measure(self._local_params(), self._grads(), self.stored, self.sign, self.device)
         return sums if self.weight == 1 else sums * self.weight
 
+    @property
+    def lent_dtype(self) -> torch.dtype:
+        return self.dtype if self.in_own_dtype else super().lent_dtype
+
     def _to_lend(self) -> list[Tensor]:
+        if self.in_own_dtype:
+            return [torch.zeros_like(x) for x in self._local_params()]
         if self.steps_on_delta:
             values = self._values() if self.decay else []
             dtype = working_dtype(self.dtype)
@@ -125,9 +140,15 @@ class StoredBucket(Bucket):
     def move(self, stepped: list[Tensor]) -> None:
         if not self.moves:
             return
-        values = self._values()
         before, after, delta_retention, _ = self._require_scaling()
         retention = self._retention()
+        if stepped and self.in_own_dtype:
+            before = before if delta_retention is None else before / delta_retention
+            scales = self._scalar(before), self._scalar(after - before)
+            lists = self._local_params(), self.residuals, stepped, self.stored
+            kernels.add_updates(*lists, *scales, retention, self.decay, self._noise())
+            return
+        values = self._values()
         if stepped and self.steps_on_delta:
             scales = self._scalar(before), self._scalar(after)
             kernels.move_along(values, stepped, self.stored, *scales, self._noise())
@@ -151,6 +172,13 @@ class StoredBucket(Bucket):
             before, after, _, _ = self._require_scaling()
             kernels.add_scaled(values, self.stored, self._scalar(before - after))
             self._store(values)
+
+    def move_frozen(self, stepped: list[Tensor], scale: Tensor | None) -> None:
+        if not self.in_own_dtype:
+            super().move_frozen(stepped, scale)
+            return
+        assert scale is not None, "the base has stepped at its own lr"
+        kernels.add_frozen_updates(self._local_params(), self.residuals, stepped, self._scalar(scale), self.decay)
 
     def part(self, first: int, end: int, **lists: Any) -> Self:
         return super().part(first, end, numbers=self.numbers[first:end])

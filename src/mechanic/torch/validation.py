@@ -272,10 +272,14 @@ def _require_finite(where: str, value: Tensor) -> None:
 
 
 def _holds(value: Any, test: Callable[[Tensor], Tensor]) -> bool:
-    """Whether some number of a tensor passes a test; of a DTensor, of what this rank holds."""
+    """Whether some number of a tensor passes a test; of a DTensor, of what this rank holds.
+
+    Tensors of a class of their own, such as a state in 4 bits, may not know the test's operators.
+    """
     if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
         return False
-    return bool(test(locals_of([value], sharded=is_dtensor(value))[0]).any())
+    (local,) = locals_of([value], sharded=is_dtensor(value))
+    return type(local) in (Tensor, torch.nn.Parameter) and bool(test(local).any())
 
 
 def _saved_params(state_dict: StateDict, groups: list[Group]) -> list[tuple[Any, Tensor]]:

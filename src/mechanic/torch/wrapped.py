@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
-from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, refuse_parts_of_matrices
+from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, knows_bfloat16, refuse_parts_of_matrices
 from mechanic.torch.buckets import Bucket, widened
 from mechanic.torch.grouping import buckets_of, mechanic_state_of
 from mechanic.torch.kernels.eager import is_on_host
-from mechanic.torch.kernels.rounding import is_half_precision, working_dtype
+from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.shards import Reduction
-from mechanic.torch.stored import dtype_of_delta
+from mechanic.torch.stored import is_stored
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
 from mechanic.tuner import SUMS, TunerConfig, TunerState, is_dominated
@@ -61,16 +61,15 @@ class Wrapped(Generic[BaseT]):
 
     def begin(self) -> None:
         """Give every group a tuner, once everything has been checked."""
-        params = list(params_of(self.groups))
         self.assign_tuners()
         try:
-            if any(is_half_precision(p.dtype) for p in params if p in self.base.state):
-                with widened(params):
+            if any(is_half_precision(p.dtype) for p in params_of(self.groups) if p in self.base.state):
+                with self.as_it_steps():
                     self.base.load_state_dict(self.base.state_dict())  # casts state to what the base will step on
         except Exception:
             tuners.remove_tuners(self.groups)
             raise
-        self.elements = sum(p.numel() for p in params)
+        self.elements = sum(p.numel() for p in params_of(self.groups))
         self.complete_state()
         self.watch_direct_steps()
 
@@ -85,9 +84,9 @@ class Wrapped(Generic[BaseT]):
     def is_frozen(self) -> bool:
         return FROZEN in self.groups[0]
 
-    def has_half_precision(self) -> bool:
-        """Whether a parameter that is trained is in half precision."""
-        return any(is_half_precision(dtype) for dtype in {p.dtype for p in params_of(self.groups) if p.requires_grad})
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the parameters that are trained."""
+        return {p.dtype for p in params_of(self.groups) if p.requires_grad}
 
     # Param groups and tuners.
 
@@ -166,6 +165,7 @@ class Wrapped(Generic[BaseT]):
             own_iterates=self.own_iterates,
             decays=decays,
             delta=self.delta,
+            in_own_dtype=self.is_in_own_dtype,
         )
         return reduction, buckets
 
@@ -177,15 +177,20 @@ class Wrapped(Generic[BaseT]):
 
     def decays_beside_delta(self) -> list[float] | None:
         """Weight decay by group if the base is to step on Delta itself, see :func:`decoupled_decays`; else None."""
-        return None if self.own_iterates or self._needs_copies() else decoupled_decays(self.base)
+        dtypes = self.dtypes()
+        # In half precision x cannot hold x_1 for the time of the base's step. It need not if Delta is stored.
+        if self.own_iterates or any(is_half_precision(t) and not is_stored(t, self.delta) for t in dtypes):
+            return None
+        return decoupled_decays(self.base, also_at_zero=self.is_in_own_dtype and dtypes == {torch.bfloat16})
 
-    def _needs_copies(self) -> bool:
-        """Whether a parameter is in half precision, which cannot hold x_1 for the time of the base's step.
+    @property
+    def is_in_own_dtype(self) -> bool:
+        """Whether the base sees bfloat16 parameters as such, and makes its state of them as it does by itself."""
+        return not self.own_iterates and is_stored(torch.bfloat16, self.delta) and knows_bfloat16(self.base)
 
-        It need not if Delta is stored and the base steps on a decoded one.
-        """
-        dtypes = {p.dtype for p in params_of(self.groups) if p.requires_grad}
-        return any(is_half_precision(t) and dtype_of_delta(t, self.delta) == working_dtype(t) for t in dtypes)
+    def as_it_steps(self) -> AbstractContextManager[None]:
+        """While the base loads state: show it parameters in the dtype that it steps on, which torch casts to."""
+        return widened(self.base, but_for=torch.bfloat16 if self.is_in_own_dtype else None)
 
     def complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is complete.

@@ -33,6 +33,8 @@ def takes(buckets: list[Bucket], eager: Step) -> bool:
     """Whether the kernels are to make a step on these parameters, instead of ``eager``."""
     if not buckets or any(isinstance(bucket, StoredBucket) for bucket in buckets):
         return False
+    if any(bucket.sharded and is_half_precision(bucket.dtype) for bucket in buckets):
+        return False
     device, wish = buckets[0].device, os.environ.get(VARIABLE, "")
     if wish == "triton":
         return device.type in ("cpu", "cuda")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mechanic.torch.kernels.eager import is_on_host, total
-from mechanic.torch.kernels.rounding import working_dtype
+from mechanic.torch.kernels.rounding import store_rounded, values_of, working_dtype
 from mechanic.torch.kernels.storage import ROW, Noise, Stored, decode, encode
 from mechanic.torch.kernels.whole import flat_views
 
@@ -97,6 +97,41 @@ def rescale(values: list[Tensor], stored: list[Stored], change: Tensor, retentio
             encode(new_delta, one, noise)
 
 
+def add_updates(
+    params: list[Tensor],
+    residuals: list[Tensor],
+    updates: list[Tensor],
+    stored: list[Stored],
+    scale: Tensor,
+    change: Tensor,
+    retention: Tensor | None,
+    decay: float,
+    noise: Noise,
+) -> None:
+    """:func:`combine` for half-precision parameters that the base has not seen: it stepped on zeros, which hold u now.
+
+    The weight decay is added to u here. Values in float32 are made piece by piece, never of a whole tensor.
+    """
+    for one, p, residual, update in _pieces(stored, params, residuals, updates):
+        (x,) = values_of([p], [residual])
+        u = _with_decay(update, x, decay)
+        new_delta = _times(decode(one), retention).add_(u)
+        _add(x, u, scale)
+        _add(x, new_delta, change)
+        encode(new_delta, one, noise)
+        store_rounded([x], [p], [residual])
+
+
+def add_frozen_updates(
+    params: list[Tensor], residuals: list[Tensor], updates: list[Tensor], scale: Tensor, decay: float
+) -> None:
+    """x <- x + S u, as in :func:`add_updates` but without Delta."""
+    for one, residual, update in _pieces([Stored(p) for p in params], residuals, updates):
+        (x,) = values_of([one.codes], [residual])
+        _add(x, _with_decay(update, x, decay), scale)
+        store_rounded([x], [one.codes], [residual])
+
+
 def add_scaled(values: list[Tensor], stored: list[Stored], factor: Tensor) -> None:
     """x <- x + factor Delta."""
     for one, x in _pieces(stored, values):
@@ -127,6 +162,12 @@ def _decoded(stored: Stored, dtype: torch.dtype) -> Tensor:
 def _row(tensor: Tensor) -> Tensor:
     """As a flat tensor in at least float32, in the order of its elements."""
     return tensor.reshape(-1).to(working_dtype(tensor.dtype))
+
+
+def _with_decay(update: Tensor, x: Tensor, decay: float) -> Tensor:
+    """u - decay x, in the dtype of x."""
+    u = update.to(x.dtype)
+    return u.add_(x, alpha=-decay) if decay else u
 
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:

@@ -1,0 +1,125 @@
+"""The tables of the page on Muon: two learning rates tuned on a plane, and one run of ours without any."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.report.markdown import percent, table
+from benchmarks.report.results import Results
+from benchmarks.suite.contenders import BY_ROLE, MUON_LINES, MUON_TUNERS
+from benchmarks.suite.plan import SUITES
+from benchmarks.suite.record import final
+from benchmarks.suite.tasks import MUON_WIDTHS
+
+Pair = tuple[float, float]  # the learning rates of Muon and of AdamW
+
+
+def plane(results: Results, task: str) -> dict[Pair, list[dict[str, Any]]]:
+    """The records of the bare pair, one per seed."""
+    return {
+        (muon_lr, float(line.name.removeprefix("muon "))): records
+        for line in MUON_LINES
+        for muon_lr, records in results.runs(task, line.name).items()
+    }
+
+
+def best_pair(results: Results, task: str) -> tuple[Pair, float] | None:
+    """The best of those that were run on most seeds, and the mean of its final train losses."""
+    found = plane(results, task)
+    seeds = max(map(len, found.values()), default=0)
+    losses = {pair: _mean(records) for pair, records in found.items() if len(records) == seeds}
+    return min(losses.items(), key=lambda item: item[1]) if losses else None
+
+
+def _mean(records: Iterable[dict[str, Any]]) -> float:
+    return statistics.mean(final(record) for record in records)
+
+
+def _rho(results: Results, task: str, loss: float, best: float) -> float:
+    start = results.initial(task, "train_loss")
+    return min(1.0, (loss - best) / (start - best))
+
+
+def against_the_plane(results: Results) -> str:
+    """Final train losses, and in brackets how far ours is behind the best pair of learning rates, in %."""
+    rows, behind = [], {kind: [] for kind in MUON_TUNERS}
+    for task in dict.fromkeys(task.name for task, _ in SUITES["muon"]):
+        best = best_pair(results, task)
+        if best is None:
+            continue
+        (muon_lr, adamw_lr), loss = best
+        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
+        default = results.records_of(task, "muon, torch's defaults")
+        cells = [f"{statistics.mean(adamw[1]):.4g}" if adamw else "", f"{_mean(default):.4g}" if default else ""]
+        cells.append(f"{loss:.4g} at {muon_lr:.2g}, {adamw_lr:.2g} ({len(plane(results, task))} runs)")
+        for kind in MUON_TUNERS:
+            ours = results.records_of(task, f"mechanic muon / {kind}")
+            if not ours:
+                cells.append("")
+                continue
+            behind[kind].append(_rho(results, task, _mean(ours), loss))
+            cells.append(f"{_mean(ours):.4g} ({percent(behind[kind][-1])})")
+        rows.append([task, *cells])
+    for label, summarise in _SUMMARIES.items():
+        rows.append([label, "", "", "", *(percent(summarise(values)) if values else "" for values in behind.values())])
+    heads = ["one tuner", "matrices and rest", "a tuner per role", "per layer"]
+    return table(["", "AdamW, tuned", "Muon, torch's defaults", "Muon and AdamW, tuned", *heads], rows)
+
+
+_SUMMARIES: dict[str, Callable[[list[float]], float]] = {
+    "mean": statistics.mean,
+    "mean, gains as 0": lambda values: statistics.mean(max(value, 0.0) for value in values),
+    "worst": max,
+}
+
+
+def widths(results: Results) -> str:
+    """Rho of one tuner and of one per role, and the scale of every role in the middle of training."""
+    rows = []
+    for task in MUON_WIDTHS:
+        best = best_pair(results, task.name)
+        by_role = results.records_of(task.name, BY_ROLE)
+        one = results.records_of(task.name, "mechanic muon / one")
+        if best is None or not by_role or not one:
+            continue
+        rhos = (percent(_rho(results, task.name, _mean(records), best[1])) for records in (one, by_role))
+        scales = (f"{middle_scale(by_role, role):.2g}" for role in ROLES_OF_WIDTHS)
+        rows.append([task.name, "{:.2g}, {:.2g}".format(*best[0]), *rhos, *scales])
+    heads = [f"S of {role}" for role in ROLES_OF_WIDTHS]
+    return table(["", "best pair", "one tuner: ρ %", "per role: ρ %", *heads], rows)
+
+
+ROLES_OF_WIDTHS = ("matrix", "embedding", "head", "vector")
+
+
+def middle_scale(records: Iterable[dict[str, Any]], role: str) -> float:
+    found = [record["curve"].get(f"scale of {role}") for record in records]
+    return statistics.median(scales[len(scales) // 2] for scales in found if scales) if all(found) else math.nan
+
+
+def exponents(results: Results) -> str:
+    """The slope of log S over log width, by role, least squares; beside what muP has for AdamW."""
+    rows = []
+    for family in ("gpt-shakespeare-width{}-layers2", "gpt-shakespeare-width{}-layers4", "bert-mlm-width{}"):
+        names = {width: family.format(width) for width in (32, 64, 128, 256)}
+        records = {width: results.records_of(name, BY_ROLE) for width, name in names.items()}
+        if not all(records.values()):
+            continue
+        slopes = []
+        for role in ROLES_OF_WIDTHS:
+            points = [(math.log(width), math.log(middle_scale(found, role))) for width, found in records.items()]
+            slope, _ = statistics.linear_regression(*zip(*points, strict=True))
+            slopes.append(f"{slope:+.2f}")
+        rows.append([family.format("…"), *slopes])
+    rows.append(["muP, Adam", "-1", "0", "-1", "0"])
+    return table(["exponent of the width in S", *ROLES_OF_WIDTHS], rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "muon": against_the_plane,
+    "muon-widths": widths,
+    "muon-exponents": exponents,
+}

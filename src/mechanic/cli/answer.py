@@ -1,0 +1,68 @@
+"""What ``mechanic run`` says at the end: the learned rates, and the line that trains with them without Mechanic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mechanic.cli.watched import Watched
+from mechanic.torch.layout import PEAK_LR, ROW, Group
+from mechanic.torch.tuners import scale_of, tuner_names
+
+
+def describe(watched: Watched, *, per_group: bool) -> str:
+    """Some lines on one optimizer."""
+    name, steps = watched.cls.__name__, f"{watched.steps} step" + ("" if watched.steps == 1 else "s")
+    rates = [_peak_rate(group, _peak_of(watched, index)) for index, group in enumerate(watched.groups)]
+    lines = [f"{name} at {watched.place}, {steps}"]
+    if not any(rates):
+        return "\n".join([*lines, "  no learning rate was learned; it takes some steps with gradients"])
+    names = tuner_names(watched.groups, per_group=per_group)
+    if len(set(rates)) == 1 and len({group[ROW] for group in watched.groups}) == 1:
+        lines.append(f"  learned rate: {rates[0]:.3g} (you passed {_passed(_peak_of(watched, 0))})")
+    else:
+        for index, rate in enumerate(rates):
+            tuner = "" if names[index] in ("default", f"group {index}") else f" ({names[index]})"
+            passed = _passed(_peak_of(watched, index))
+            lines.append(f"  learned rate of group {index}{tuner}: {rate:.3g} (you passed {passed})")
+    return "\n".join(lines + _replacement(watched, rates))
+
+
+def _replacement(watched: Watched, rates: list[float]) -> list[str]:
+    """How to train with what was learned, and without Mechanic."""
+    if not watched.is_linear:
+        name = watched.cls.__name__
+        return [f"  The steps of {name} may not be proportional to its lr, so keep training with Mechanic."]
+    options = [f"{name}={text}" for name, text in watched.call.items()]
+    if len(set(rates)) == 1:
+        head = [f"params, lr={rates[0]:.3g}"]
+    else:
+        head = ["[" + ", ".join(f'{{"params": ..., "lr": {rate:.3g}}}' for rate in rates) + "]"]
+    prefix = "torch.optim." if watched.cls is getattr(torch.optim, watched.cls.__name__, None) else ""
+    lines = [
+        "  To train without Mechanic, keep everything else and write:",
+        f"    {prefix}{watched.cls.__name__}({', '.join(head + options)})",
+    ]
+    if watched.is_rising():
+        lines.append("  It was still rising when the run ended. A longer one may find a larger rate.")
+    if any("max_lr" in group for group in watched.groups):
+        lines.append(f"  Your scheduler sets the peak itself: give it max_lr={max(rates):.3g}.")
+    return lines
+
+
+def _peak_of(watched: Watched, index: int) -> Any:
+    """The learning rate that the script passed for a group: the peak of its schedule."""
+    group = watched.groups[index]
+    built = watched.built_lrs[index] if index < len(watched.built_lrs) else group.get("lr")
+    return group.get("max_lr", group.get("initial_lr", built))
+
+
+def _peak_rate(group: Group, peak: Any) -> float:
+    """What ``release()`` would leave in the group, at the peak of the schedule."""
+    scale = float(scale_of(group))
+    return scale if peak is None else scale * float(peak) / float(group[PEAK_LR])
+
+
+def _passed(lr: Any) -> str:
+    return "none" if lr is None else f"{float(lr):g}"
