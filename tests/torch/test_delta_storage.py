@@ -216,6 +216,13 @@ def test_of_half_precision_parameters_the_base_steps_on_delta_and_delta_is_round
     model, optimizer = trained("int8", dtype=torch.bfloat16, steps=60)
     assert optimizer._wrapped.decays_beside_delta() is not None
     assert trained(None, dtype=torch.bfloat16, steps=1)[1]._wrapped.decays_beside_delta() is None
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16  # as bare AdamW's
+    assert train_loss(model) < 1
+
+
+def test_a_base_that_was_not_measured_keeps_the_state_of_half_precision_parameters_in_float32():
+    model, optimizer = trained("int8", base=torch.optim.NAdam, dtype=torch.bfloat16, steps=60)
+    assert optimizer._wrapped.decays_beside_delta() is not None
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert train_loss(model) < 1
 
