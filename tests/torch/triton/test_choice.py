@@ -13,8 +13,8 @@ from mechanic.torch.gpu import choice
 CUDA = torch.device("cuda", 0)
 
 
-def bucket(device=CUDA, dtype=torch.float32):
-    return SimpleNamespace(device=torch.device(device), dtype=dtype)
+def bucket(device=CUDA, dtype=torch.float32, sharded=False):
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, sharded=sharded)
 
 
 @pytest.fixture
@@ -50,6 +50,12 @@ def test_half_precision_is_tried_by_itself(with_triton):
     assert choice.takes([bucket()], eager=None)
     assert choice.takes([bucket(), bucket(dtype=torch.bfloat16)], eager=None)
     assert with_triton == []
+
+
+def test_they_do_not_know_shards_in_half_precision(with_triton):
+    with_triton.append(None)
+    assert not choice.takes([bucket(), bucket(dtype=torch.bfloat16, sharded=True)], eager=None)
+    assert choice.takes([bucket(), bucket(sharded=True)], eager=None)
 
 
 def test_they_are_not_used_without_triton_on_other_devices_or_if_the_user_says_so(with_triton, monkeypatch):
