@@ -29,9 +29,12 @@ check:
 	PYTHONPATH=src:. $(BIN)/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
 
-# Three workers on two cores: many tests wait for processes of their own.
+# Three workers on two cores: many tests wait for processes of their own. The tests of the command fork, which only a
+# process without threads may do, so they run first and alone.
 test:
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --quiet --cov --cov-report=term-missing:skip-covered --cov-fail-under=97
+	$(BIN)/pytest --quiet --cov --cov-report= tests/cli
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --quiet --ignore tests/cli \
+		--cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=97
 
 # Random sequences of operations with new seeds until the time is up; a failure ends it with the shortest sequence.
 MINUTES ?= 30

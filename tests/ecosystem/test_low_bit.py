@@ -5,11 +5,14 @@ import dataclasses
 import inspect
 import io
 
-import bitsandbytes.optim as bnb
 import pytest
 import torch
-import torchao.optim as ao
 from torch.optim import lr_scheduler
+
+pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
+import bitsandbytes.optim as bnb
+import torchao.optim as ao
 from transformers.optimization import Adafactor
 
 from mechanic.torch import Mechanic
