@@ -9,7 +9,7 @@ from benchmarks.report import figures, muon, studies, tables
 from benchmarks.report.results import Results
 from benchmarks.suite.recordbook import RecordBook
 
-PAGES = ("results.md", "results-by-task.md", "tried.md", "muon.md")
+PAGES = ("results.md", "results-by-task.md", "tried.md", "benchmarks.md")
 TABLES = {**tables.TABLES, **studies.TABLES, **muon.TABLES}  # by the name under which a page asks for them
 
 

@@ -74,6 +74,8 @@ def by_base(results: Results, cell: Callable[[str, str], str]) -> str:
     rows = []
     for task in results.tasks():
         has_run = [base for base in BASES if results.rho(task, f"mechanic {base}", base)]
+        if not has_run:
+            continue
         rows.append([task, *(cell(task, base) if base in has_run else "" for base in BASES)])
     return table(["", *BASES.values()], rows)
 

@@ -207,34 +207,41 @@ def print_digits(steps=300):
             print(f"digits {base} {name:9s} loss {each}  mean {statistics.mean(losses):.4f}", flush=True)
 
 
-def final_loss(task, base, delta, seed):
+def final_loss(task, build, seed):
     """The mean of the last three evaluations, and the loss at the start."""
     due = {round(share * task.steps) for share in (0.0, *EVALUATED_AT[-3:])}
-
-    def build(model):
-        return Mechanic(base_class(base, task)(model.parameters(), lr=1.0), delta=delta)
-
     losses = [evaluate(task, model)["train_loss"] for step, model, _ in Training(task, build, seed) if step in due]
     return statistics.mean(losses[1:]), losses[0]
 
 
-def print_losses(names):
+def print_gaps(names, ways):
+    """Final losses of tasks of the suite, and the gap to the best learning rate; ``ways`` wrap a base optimizer."""
     records = RecordBook(RECORDS).records
-    for name in names or RUNS:
+    for name in names:
         task = TASKS[name]
         for base in ("adamw", "sgd"):
-            rows = {storage: [] for storage in STORAGES}
+            make = functools.partial(base_class(base, task), lr=1.0)
+            rows = {way: [] for way in ways}
             for seed in SEEDS:
                 swept = [r for run, r in records.items() if (run.task, run.contender, run.seed) == (name, base, seed)]
                 tuned = min(final(record) for record in swept)
-                for storage, delta in STORAGES.items():
-                    loss, start = final_loss(task, base, delta, seed)
-                    rows[storage].append((loss, 100 * (loss - tuned) / (start - tuned)))
-            for storage, found in rows.items():
+                for way, wrap in ways.items():
+                    build = functools.partial(_wrapped_of, make=make, wrap=wrap)
+                    loss, start = final_loss(task, build, seed)
+                    rows[way].append((loss, 100 * (loss - tuned) / (start - tuned)))
+            for way, found in rows.items():
                 losses = " ".join(f"{loss:.4f}" for loss, _ in found)
-                gaps = " ".join(f"{gap:5.1f}" for _, gap in found)
+                gaps = " ".join(f"{gap:5.2f}" for _, gap in found)
                 mean = statistics.mean(gap for _, gap in found)
-                print(f"{name} {base} {storage:9s} loss {losses}  gap in % {gaps}  mean {mean:5.2f}", flush=True)
+                print(f"{name} {base} {way:13s} loss {losses}  gap in % {gaps}  mean {mean:5.2f}", flush=True)
+
+
+def _wrapped_of(model, make, wrap):
+    return wrap(make(model.parameters()))
+
+
+def print_losses(names):
+    print_gaps(names or RUNS, {name: functools.partial(Mechanic, delta=delta) for name, delta in STORAGES.items()})
 
 
 if __name__ == "__main__":

@@ -8,25 +8,21 @@ listed below.
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.suite.contenders import base_class
-from benchmarks.suite.loop import Training
-from benchmarks.suite.measure import evaluate
+from delta_storage import print_gaps
+
 from benchmarks.suite.models import GPT
-from benchmarks.suite.record import EVALUATED_AT, final
-from benchmarks.suite.recordbook import RECORDS, RecordBook
-from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
 from tests.torch.memory import allocations
 
 MODES = {"usual": False, "in backward()": True}
 RUNS = ["mlp-fashion", "cnn-mnist", "gpt-shakespeare"]
-SEEDS = (0, 1, 2)
 
 
 def print_bytes(rounds=10):
@@ -37,8 +33,7 @@ def print_bytes(rounds=10):
         for mode, in_backward in MODES.items():
             torch.manual_seed(0)
             model = GPT(vocabulary=65, length=16, width=384, layers=6, heads=8, dropout=0.0)
-            optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0, **{how: True}))
-            optimizer.step_in_backward(in_backward)
+            optimizer = wrapped(torch.optim.AdamW(model.parameters(), lr=1.0, **{how: True}), in_backward)
             steps[mode] = step_of(model, optimizer, tokens)
             steps[mode]()
             _, most[mode] = allocations(steps[mode])
@@ -65,41 +60,16 @@ def step_of(model, optimizer, tokens):
     return step
 
 
-def final_loss(task, base, seed, in_backward):
-    """The mean of the last three evaluations, and the loss at the start."""
-    due = {round(share * task.steps) for share in (0.0, *EVALUATED_AT[-3:])}
-
-    def build(model):
-        optimizer = Mechanic(base_class(base, task)(model.parameters(), lr=1.0))
-        optimizer.step_in_backward(in_backward)
-        return optimizer
-
-    losses = [evaluate(task, model)["train_loss"] for step, model, _ in Training(task, build, seed) if step in due]
-    return statistics.mean(losses[1:]), losses[0]
-
-
-def print_losses(names):
-    records = RecordBook(RECORDS).records
-    for name in names or RUNS:
-        for base in ("adamw", "sgd"):
-            rows = {mode: [] for mode in MODES}
-            for seed in SEEDS:
-                swept = [r for run, r in records.items() if (run.task, run.contender, run.seed) == (name, base, seed)]
-                tuned = min(final(record) for record in swept)
-                for mode, in_backward in MODES.items():
-                    loss, start = final_loss(TASKS[name], base, seed, in_backward)
-                    rows[mode].append((loss, 100 * (loss - tuned) / (start - tuned)))
-            for mode, found in rows.items():
-                losses = " ".join(f"{loss:.4f}" for loss, _ in found)
-                gaps = " ".join(f"{gap:5.2f}" for _, gap in found)
-                mean = statistics.mean(gap for _, gap in found)
-                print(f"{name} {base} {mode:13s} loss {losses}  gap in % {gaps}  mean {mean:5.2f}", flush=True)
+def wrapped(base, in_backward):
+    optimizer = Mechanic(base)
+    optimizer.step_in_backward(in_backward)
+    return optimizer
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command, *names = sys.argv[1:]
     if command == "losses":
-        print_losses(names)
+        print_gaps(names or RUNS, {mode: partial(wrapped, in_backward=way) for mode, way in MODES.items()})
     else:
         {"bytes": print_bytes}[command]()

@@ -155,7 +155,7 @@ def total_scale(state: TunerState, xp: Any) -> Array:
     return xp.sum(state.scales, -1)
 
 
-def is_dominated(state: TunerState, config: TunerConfig, xp: Any) -> Array:
+def is_dominated(state: TunerState, config: TunerConfig) -> Array:
     """Whether the squared feedback of one step is more than 500,000 times that of all others together, [tuners].
 
     S and the base's own state then take hundreds of steps to recover from it.

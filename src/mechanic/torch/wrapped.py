@@ -265,7 +265,7 @@ class Wrapped(Generic[BaseT]):
 
     def warn_if_one_step_dominates(self, tuner: TunerState) -> None:
         """Warn of a gradient that is far larger than all others, if that can be seen without waiting for a device."""
-        if is_on_host(tuner.steps) and bool(is_dominated(tuner, self.config, torch).any()):
+        if is_on_host(tuner.steps) and bool(is_dominated(tuner, self.config).any()):
             self.warn_once.one_step_dominates()
 
     def _warn_of_another_peak(self, sharing: list[Group]) -> None:
