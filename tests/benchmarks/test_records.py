@@ -19,7 +19,9 @@ def is_repeatable(record):
 
     Records without a commit are from before the schedules with a warm-up were fixed, and from earlier defaults of ours.
     """
-    ours = record["contender"].startswith(("mechanic ", "variant ", "per layer ", "observing ", "towards start "))
+    ours = record["contender"].startswith(
+        ("mechanic ", "mechanic-paper ", "variant ", "per layer ", "observing ", "towards start ")
+    )
     return (
         not raised(record)
         and record["seconds"] < SECONDS
