@@ -47,6 +47,9 @@ class TunerConfig:
         settle: let a schedule calm all movement. If the learning rate has fallen to a fraction of its peak, S changes
             only by that fraction, and what Delta has moved so far follows S only by that fraction, within the limit
             of ``forgetting``. Without it a learning rate of 0 still moves the parameters. Default: True.
+        min_lr: S is kept at this value or above it, from the first step on. S is the effective learning rate at the
+            peak of the schedule, so the schedule may still go below. Default: 0, no floor.
+        max_lr: S is kept at this value or below it. Default: infinity, no cap.
 
     Example:
         >>> TunerConfig(decay=0.1).decay
@@ -63,6 +66,8 @@ class TunerConfig:
     guard: bool = True
     forgetting: float = 4.0
     settle: bool = True
+    min_lr: float = 0.0
+    max_lr: float = math.inf
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
@@ -74,6 +79,13 @@ class TunerConfig:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be non-negative and finite, got {value}")
+        if not (0 <= self.min_lr <= self.max_lr and self.min_lr < math.inf and self.max_lr > 0):
+            raise ValueError(f"0 <= min_lr <= max_lr must hold, and 0 < max_lr, got {self.min_lr} and {self.max_lr}")
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether ``min_lr`` or ``max_lr`` is set."""
+        return self.min_lr > 0 or self.max_lr < math.inf
 
     @classmethod
     def paper(cls) -> TunerConfig:
@@ -165,6 +177,12 @@ def is_dominated(state: TunerState, config: TunerConfig) -> Array:
     return (steps > FINDING_STEPS) & (largest > 0) & (root <= largest * (1 + 1e-6))
 
 
+def is_at_bound(state: TunerState, config: TunerConfig, xp: Any) -> Array:
+    """Whether S is held at ``min_lr`` or ``max_lr``, [tuners]; not told while S is still finding its size."""
+    scale, found = total_scale(state, xp), state.steps[..., 0] > FINDING_STEPS
+    return found & ((scale <= config.min_lr * (1 + 1e-6)) | (scale >= config.max_lr * (1 - 1e-6)))
+
+
 def update(
     state: TunerState, sums: Array, betas: Array, config: TunerConfig, xp: Any, rate: Array | None = None
 ) -> TunerState:
@@ -227,6 +245,11 @@ def update(
         largest_rate = xp.maximum(largest_rate, rate)
         if config.settle:
             scales = state.scales + _pace(rate, largest_rate, xp) * (scales - state.scales)
+
+    if config.has_bounds:
+        total = xp.sum(scales, -1, keepdims=True)
+        bounded = xp.clip(total, config.min_lr, config.max_lr)
+        scales = xp.where(total > 0, scales * (bounded / xp.where(total > 0, total, 1.0)), bounded / n)
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale

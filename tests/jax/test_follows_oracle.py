@@ -73,7 +73,13 @@ def test_both_schedules_are_the_same():
 
 @pytest.mark.parametrize(
     ("base", "config"),
-    [*((base, "default") for base in BASES), ("SGD", "paper"), ("AdamW", "two betas"), ("Lion", "nothing forgotten")],
+    [
+        *((base, "default") for base in BASES),
+        ("SGD", "paper"),
+        ("AdamW", "two betas"),
+        ("Lion", "nothing forgotten"),
+        ("momentum", "bounds"),
+    ],
 )
 def test_float64_follows_the_oracle_for_300_steps(base, config):
     ours, _ = CONFIGS[config]

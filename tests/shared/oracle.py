@@ -53,10 +53,11 @@ class Oracle:
         betas: tuple[float, ...] = OUR_BETAS,
         lam: float = 0.001,
         s_init: float = 0.01,
+        bounds: tuple[float, float] = (0.0, np.inf),
         own_iterates: bool = False,
         departures: Departures | None = None,
     ) -> None:
-        self.base, self.lam, self.s_init = base, lam, s_init  # 1
+        self.base, self.lam, self.s_init, self.bounds = base, lam, s_init, bounds  # 1
         self.departures = departures or Departures()
         self.own_iterates = own_iterates  # Theorem 1: the base steps on x_ref + Delta
         self.beta, self.n = np.array(betas), len(betas)
@@ -105,6 +106,11 @@ class Oracle:
         self.largest_rate = max(self.largest_rate, self.base.lr(self.base.t - 1))
         if d.settling:
             s = self.s + self._pace() * (s - self.s)
+        lowest, highest = self.bounds
+        if s.sum() > highest:
+            s = s * highest / s.sum()
+        elif s.sum() < lowest:
+            s = s * lowest / s.sum() if s.sum() > 0 else np.full(self.n, lowest / self.n)
         self.s_before, self.s = self.s, s
 
     def _delta_retention(self, scale: float) -> float:

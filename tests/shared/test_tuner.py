@@ -9,7 +9,12 @@ import torch
 from mechanic import TunerConfig
 from mechanic.tuner import TunerState, delta_retention, total_scale, update
 
-CONFIGS = [TunerConfig(), TunerConfig.paper(), TunerConfig(betas=(1.0,), guard=False)]
+CONFIGS = [
+    TunerConfig(),
+    TunerConfig.paper(),
+    TunerConfig(betas=(1.0,), guard=False),
+    TunerConfig(min_lr=0.1, max_lr=0.2),
+]
 
 
 def random_sums(rng, tuners=3):
@@ -189,6 +194,26 @@ def test_the_papers_first_scale_is_s_init():
     assert total_scale(play(TunerConfig.paper(), [sums], tuners=1), np).item() == pytest.approx(1e-8, rel=1e-6)
 
 
+def test_the_scale_stays_within_its_bounds_from_the_first_step_on():
+    rng = np.random.default_rng(0)
+    bounds = TunerConfig(min_lr=0.003, max_lr=0.02)
+    state = None
+    reached = {"floor": 0, "cap": 0, "between": 0}
+    for _ in range(300):
+        state = play(bounds, [random_sums(rng)], state=state)
+        for scale in total_scale(state, np):
+            assert 0.003 * (1 - 1e-12) <= scale <= 0.02 * (1 + 1e-12)
+            reached["floor" if scale < 0.00301 else "cap" if scale > 0.0199 else "between"] += 1
+    assert min(reached.values()) > 0, reached
+
+
+def test_bounds_that_are_never_reached_change_nothing():
+    rng = np.random.default_rng(0)
+    sums = [random_sums(rng) for _ in range(50)]
+    free, wide = play(TunerConfig(), sums), play(TunerConfig(min_lr=1e-12, max_lr=1e12), sums)
+    np.testing.assert_allclose(wide.scales, free.scales, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -198,6 +223,11 @@ def test_the_papers_first_scale_is_s_init():
         ({"s_init": float("nan")}, "s_init"),
         ({"decay": -1.0}, "decay must be non-negative"),
         ({"eps": float("inf")}, "eps must be non-negative and finite"),
+        ({"min_lr": -1.0}, "min_lr <= max_lr"),
+        ({"min_lr": 0.2, "max_lr": 0.1}, "got 0.2 and 0.1"),
+        ({"max_lr": 0.0}, "0 < max_lr"),
+        ({"min_lr": float("inf")}, "min_lr <= max_lr"),
+        ({"max_lr": float("nan")}, "min_lr <= max_lr"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(fields, message):

@@ -41,6 +41,7 @@ CONFIGS = {
     ),
     "nothing settles": (TunerConfig(settle=False), {"departures": oracle.Departures(settling=False)}),
     "nothing forgotten": (TunerConfig(forgetting=0.0), {"departures": oracle.Departures(forgetting=False)}),
+    "bounds": (TunerConfig(min_lr=1e-3, max_lr=0.02), {"bounds": (1e-3, 0.02)}),
     "two betas": (
         TunerConfig(betas=(0.9, 0.999), decay=0.1, s_init=1e-3),
         {"betas": (0.9, 0.999), "lam": 0.1, "s_init": 1e-3},

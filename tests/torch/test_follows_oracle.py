@@ -8,6 +8,7 @@ from mechanic import TunerConfig
 from tests.torch.oracle_task import BASES, CONFIGS, every_base_and_path, run_mechanic, run_oracle
 
 
+@pytest.mark.filterwarnings("ignore:S is held by a bound")
 @pytest.mark.parametrize("config", CONFIGS)
 @every_base_and_path
 def test_float64_follows_for_300_steps(base, wrap, config):

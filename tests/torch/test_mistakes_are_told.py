@@ -110,6 +110,30 @@ def test_a_gradient_a_hundred_times_as_large_needs_no_word():
     optimizer.scales()
 
 
+def shrink(bounds, steps=60):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Mechanic(optim.AdamW([p], lr=1.0), config=bounds)
+    for _ in range(steps):
+        p.grad = p.detach().clone()
+        optimizer.step()
+    return optimizer.scales()["default"]
+
+
+@pytest.mark.parametrize(("bounds", "end"), [({"max_lr": 1e-3}, 1e-3), ({"min_lr": 10.0}, 10.0)], ids=["cap", "floor"])
+def test_a_bound_that_holds_the_scale_is_told_once(bounds, end):
+    with pytest.warns(UserWarning, match=r"S is held by a bound, min_lr=.* max_lr=.*Widen the bound") as told:
+        assert shrink(bounds) == pytest.approx(end)
+    assert len(told) == 1
+
+
+def test_a_bound_that_holds_only_while_the_scale_finds_its_size_needs_no_word():
+    assert shrink({"min_lr": 10.0}, steps=50) == pytest.approx(10.0)
+
+
+def test_a_bound_out_of_reach_needs_no_word():
+    assert 1e-9 < shrink({"min_lr": 1e-9, "max_lr": 1e9}) < 1e9
+
+
 def test_a_scheduler_with_a_learning_rate_of_its_own_is_told_once():
     p, optimizer = one_parameter()
     schedule = CyclicLR(optimizer, base_lr=1e-4, max_lr=1e-2, cycle_momentum=False)

@@ -89,7 +89,7 @@ def remember(wrapped: Wrapped[Any], betas: Tensor, tuned: TunerState, finite: Te
     tuners.remember_rates(wrapped.groups)
     wrapped.show_scales()
     wrapped.warn_if_nothing_is_learned(finite)
-    wrapped.warn_if_one_step_dominates(tuned)
+    wrapped.warn_of_scale(tuned)
 
 
 def observe(wrapped: Wrapped[Any]) -> None:

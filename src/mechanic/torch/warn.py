@@ -36,6 +36,13 @@ class WarnOnce:
             "torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)",
         )
 
+    def scale_at_bound(self, min_lr: float, max_lr: float) -> None:
+        self._warn(
+            "bound",
+            f"S is held by a bound, min_lr={min_lr:g} or max_lr={max_lr:g} of the config: Mechanic would have chosen "
+            "another learning rate. Widen the bound, unless you meant it to hold",
+        )
+
     def another_peak(self, start: float, peak_lr: float) -> None:
         self._warn(
             "peak",

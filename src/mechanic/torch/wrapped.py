@@ -23,7 +23,7 @@ from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import is_stored
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
-from mechanic.tuner import SUMS, TunerConfig, TunerState, is_dominated
+from mechanic.tuner import SUMS, TunerConfig, TunerState, is_at_bound, is_dominated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,7 +127,7 @@ class Wrapped(Generic[BaseT]):
         scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
         if not all(scales.values()):
             self.warn_if_nothing_is_learned()
-        self.warn_if_one_step_dominates(tuners.read_on_host(self.groups))
+        self.warn_of_scale(tuners.read_on_host(self.groups))
         return scales
 
     def learning_rates(self) -> dict[str, float]:
@@ -263,10 +263,14 @@ class Wrapped(Generic[BaseT]):
         if nonfinite >= 10 and nonfinite > steps:
             self.warn_once.nothing_is_learned(steps, nonfinite)
 
-    def warn_if_one_step_dominates(self, tuner: TunerState) -> None:
-        """Warn of a gradient that is far larger than all others, if that can be seen without waiting for a device."""
-        if is_on_host(tuner.steps) and bool(is_dominated(tuner, self.config).any()):
+    def warn_of_scale(self, tuner: TunerState) -> None:
+        """Warn of one gradient far larger than all others, and of an S at a bound; never waits for a device."""
+        if not is_on_host(tuner.steps):
+            return
+        if bool(is_dominated(tuner, self.config).any()):
             self.warn_once.one_step_dominates()
+        if self.config.has_bounds and bool(is_at_bound(tuner, self.config, torch).any()):
+            self.warn_once.scale_at_bound(self.config.min_lr, self.config.max_lr)
 
     def _warn_of_another_peak(self, sharing: list[Group]) -> None:
         """CyclicLR, for example, ignores the learning rate that the base was built with."""

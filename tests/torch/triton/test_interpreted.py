@@ -136,8 +136,14 @@ def test_the_five_sums_are_exact_to_a_millionth_at_16_million_elements(interpret
 
 @pytest.mark.parametrize(
     "config",
-    [TunerConfig(), TunerConfig.paper(), TunerConfig(betas=(0.9,), guard=False), TunerConfig(settle=False)],
-    ids=["default", "paper", "one beta, no guard", "no settling"],
+    [
+        TunerConfig(),
+        TunerConfig.paper(),
+        TunerConfig(betas=(0.9,), guard=False),
+        TunerConfig(settle=False),
+        TunerConfig(min_lr=0.1, max_lr=0.2),
+    ],
+    ids=["default", "paper", "one beta, no guard", "no settling", "bounds"],
 )
 def test_the_tuner_is_the_same_in_float64(interpreter, config):
     assert interpreter("tune_error", config) <= 1e-13

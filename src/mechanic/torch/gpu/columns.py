@@ -20,8 +20,8 @@ SIGN, WEIGHT, LR, DECAY, L2, OWN = range(6)
 NUMBERS_ROW = OWN + 8
 
 # What `tune` needs, behind the numbers: the config, a record per tuner, and a record per param group.
-S_INIT, CONFIG_DECAY, EPS, FORGETTING = range(4)
-CONFIG = 4
+S_INIT, CONFIG_DECAY, EPS, FORGETTING, MIN_LR, MAX_LR = range(6)
+CONFIG = 6
 TUNER_AT, SHOWN_AT, RATE_AT, RATE, PEAK = range(5)
 """Addresses of a group's tuner, of its ``d``, and of its learning rate if that is a tensor; else its learning rate; the
 one that counts as 1."""

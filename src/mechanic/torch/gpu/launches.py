@@ -78,6 +78,7 @@ def tune(
         "GUARD": config.guard,
         "SETTLE": config.settle,
         "FORGETS": bool(config.forgetting),
+        "BOUNDS": config.has_bounds,
         "COUNTS": any(span.kind.counts for span in table.spans),
     }
     launch("tune", tuners, table.device, *arguments, **constants)

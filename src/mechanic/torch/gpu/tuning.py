@@ -32,6 +32,8 @@ S_INIT = tl.constexpr(columns.S_INIT)
 CONFIG_DECAY = tl.constexpr(columns.CONFIG_DECAY)
 EPS = tl.constexpr(columns.EPS)
 FORGETTING = tl.constexpr(columns.FORGETTING)
+MIN_LR = tl.constexpr(columns.MIN_LR)
+MAX_LR = tl.constexpr(columns.MAX_LR)
 CONFIG = tl.constexpr(columns.CONFIG)
 TUNER_AT = tl.constexpr(columns.TUNER_AT)
 SHOWN_AT = tl.constexpr(columns.SHOWN_AT)
@@ -102,7 +104,7 @@ def _pace(rate, largest_rate):
 def tune(
     words, parts, sums, grad_sqs, tuned, T, rest, spans, N: tl.constexpr, P: tl.constexpr, RED: tl.constexpr,
     ADDS: tl.constexpr, RELATIVE_START: tl.constexpr, GUARD: tl.constexpr, SETTLE: tl.constexpr,
-    FORGETS: tl.constexpr, COUNTS: tl.constexpr,
+    FORGETS: tl.constexpr, BOUNDS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One step of every tuner, written to all groups that share it; and what the other kernels need of it.
 
@@ -175,6 +177,11 @@ def tune(
     largest_rate = tl.maximum(old_largest_rate, rate)
     if SETTLE:
         scales = old_scales + _pace(rate, largest_rate) * (scales - old_scales)
+    if BOUNDS:
+        proposed = tl.sum(scales, 0)
+        bounded = tl.minimum(tl.maximum(proposed, _number(config, MIN_LR)), _number(config, MAX_LR))
+        factor = bounded / tl.where(proposed > 0, proposed, 1.0)
+        scales = tl.where(used, tl.where(proposed > 0, scales * factor, bounded / N), 0.0)
 
     largest_scale = tl.maximum(old_largest_scale, tl.sum(scales, 0))
     total = delta_grad + delta_param + grad_sq + param_sq + delta_sq
