@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mechanic.jax import scales
+from mechanic.jax.storage import decode
 from mechanic.tuner import TunerState, delta_retention, total_scale, update
+
+GAPS = {"bfloat16": 2**-7, "int8": 2 / 127}  # how far rounding may take Delta, relative to its largest element
 
 
 def random(rng, shape, dtype):
@@ -98,7 +101,7 @@ class Start:
         points = _points(params, state, setup)
         for name in points.keys() & self._points.keys():
             former, now = self._points[name], points[name]
-            allowed = _rounding(former, now, setup.dtype)
+            allowed = _rounding(former, now, setup.dtype) + _rounding_of_delta(now, setup.delta)
             moved = np.abs(now.start - former.start)
             assert (moved <= allowed).all(), f"x - S Delta of {name!r} moved by {moved}, rounding allows {allowed}"
         self._points = points
@@ -110,7 +113,7 @@ def _points(params, state, setup):
     for tuner, parts in setup.tuners.items() if state.delta is not None else ():
         scale = float(state.scale[tuner])
         for name in parts:
-            x, delta = _value(params[name], state, name), wide(state.delta[name])
+            x, delta = _value(params[name], state, name), delta_of(state, name)
             points[name] = Point(x - scale * delta, x, scale, delta)
     return points
 
@@ -124,6 +127,17 @@ def _rounding(former, now, dtype):
     jumps = np.abs(np.log2(np.abs(now.x) / np.maximum(np.abs(former.x), 1e-30) + 1e-30)) > 0.9
     jumps |= np.sign(now.x) != np.sign(former.x)
     return np.where(jumps, 2 * eps, eps / 32) * size
+
+
+def _rounding_of_delta(now, storage):
+    """Of one step: the parameter moves by Delta before it is rounded."""
+    return 1.1 * GAPS.get(storage, 0.0) * now.scale * np.abs(now.delta).max()
+
+
+def delta_of(state, name):
+    """As numbers, whatever it is stored in."""
+    of_blocks = None if state.delta_scales is None else state.delta_scales[name]
+    return wide(state.delta[name] if of_blocks is None else decode(state.delta[name], of_blocks, jnp.float32))
 
 
 def _value(p, state, name):

@@ -25,6 +25,7 @@ class Setup:
     labels: dict[str, str] | None = None
     schedule: optax.Schedule | None = None
     config: TunerConfig = TunerConfig()  # noqa: RUF009
+    delta: str | None = None
 
     @functools.cached_property
     def base(self):
@@ -32,8 +33,8 @@ class Setup:
 
     @functools.cached_property
     def optimizer(self):
-        options = {"peak_lr": self.peak_lr, "labels": self.labels, "schedule": self.schedule, "config": self.config}
-        return mechanize(self.base, **options)
+        names = ("peak_lr", "labels", "schedule", "config", "delta")
+        return mechanize(self.base, **{name: getattr(self, name) for name in names})
 
     @functools.cached_property
     def init(self):
@@ -81,5 +82,7 @@ SETUPS = [
     ),
     Setup("lion, bfloat16", optax.lion, jnp.bfloat16),
     Setup("rmsprop, float16, paper", optax.rmsprop, jnp.float16, peak_lr=3e-4, config=TunerConfig.paper()),
+    Setup("adam, delta int8", optax.adam, labels=LABELS, delta="int8"),
+    Setup("adamw, bfloat16, delta bfloat16", optax.adamw, jnp.bfloat16, schedule=falls_to_zero, delta="bfloat16"),
     Setup("nadam, complex64", optax.nadam, jnp.complex64, config=TunerConfig(forgetting=0.0)),
 ]

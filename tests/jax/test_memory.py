@@ -22,6 +22,13 @@ def test_one_number_per_parameter_stays_and_one_comes_and_goes():
     assert ours.temporary < 4.5
 
 
+@pytest.mark.parametrize(("delta", "kept", "temporary"), [("bfloat16", 2, 6.5), ("int8", 1.05, 6.5)])
+def test_a_delta_in_fewer_bytes_keeps_so_many(delta, kept, temporary):
+    bare, ours = (jax_step.cost_of(jax_step.build(name, side=SIDE)) for name in ("adamw", f"mechanic, delta={delta}"))
+    assert ours.state <= bare.state + kept + 0.01
+    assert ours.temporary < temporary
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("bfloat16", 4 + 2), ("float16", 4 + 2), ("float32", 4), ("complex64", 8)]
 )

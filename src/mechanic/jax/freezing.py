@@ -119,7 +119,7 @@ def release(
 
 def _frozen(state: MechanicState) -> MechanicState:
     _refuse_unlearned(state)
-    return state._replace(delta=None, tuner=None)
+    return state._replace(delta=None, delta_scales=None, tuner=None)
 
 
 def _refuse_unlearned(state: MechanicState) -> None:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mechanic.jax.refusals import leaves_like, refuse_other_params, refuse_untrainable
+from mechanic.jax.refusals import leaves_like, refuse_other_blocks, refuse_other_params, refuse_untrainable
 from mechanic.jax.rounding import is_half_precision, update_towards, value_of
 from mechanic.jax.state import MechanicState, PyTree, flatten
+from mechanic.jax.storage import decode
 from mechanic.jax.tuners import rows_of
 
 
@@ -38,7 +39,7 @@ class Leaves:
         refuse_other_params(state, params)
         stored, treedef = flatten(params)
         names, rows = rows_of(labels, params)
-        residuals = _residual_per_leaf(stored, state.residual)
+        residuals = _where(state.residual, [is_half_precision(p.dtype) for p in stored])
         values = [value_of(p, residual) for p, residual in zip(stored, residuals, strict=True)]
         return cls(params, treedef, stored, residuals, values, names, rows)
 
@@ -50,6 +51,17 @@ class Leaves:
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """The inverse of :meth:`like`."""
         return self.treedef.unflatten(leaves)
+
+    def stored_delta(self, state: MechanicState) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Codes and scales; the codes are Delta itself where there are no scales."""
+        refuse_other_blocks(state)
+        codes = self.treedef.flatten_up_to(state.delta)
+        return list(zip(codes, _where(state.delta_scales, [each.dtype == jnp.int8 for each in codes]), strict=True))
+
+    def delta_in(self, state: MechanicState) -> list[jax.Array]:
+        """Delta in the working dtypes, whatever it is stored in."""
+        pairs = zip(self.stored_delta(state), self.values, strict=True)
+        return [decode(*stored, x.dtype) for stored, x in pairs]
 
     def scaled(self, by_tuner: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Every leaf times the factor of its tuner, [tuners], in the leaf's own dtype."""
@@ -69,9 +81,7 @@ class Leaves:
         return self.tree(updates), state._replace(residual=self.tree(residuals))
 
 
-def _residual_per_leaf(stored: Sequence[jax.Array], residual: PyTree | None) -> list[jax.Array | None]:
-    """The state's residuals, whose tree has no leaf where a parameter is not in half precision."""
-    if residual is None:
-        return [None] * len(stored)
-    remaining = iter(jax.tree.leaves(residual))
-    return [next(remaining) if is_half_precision(p.dtype) else None for p in stored]
+def _where(tree: PyTree | None, has_leaf: Sequence[bool]) -> list[Any]:
+    """One entry per parameter of a tree that has a leaf for some of them, and None for the others."""
+    remaining = iter(jax.tree.leaves(tree))
+    return [next(remaining) if has else None for has in has_leaf]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mechanic.jax.state import MechanicState, PyTree
+from mechanic.jax.storage import scales_shape
 from mechanic.tuner import TunerConfig
 
 _LEAVE_OUT = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
@@ -76,6 +77,21 @@ def refuse_other_params(state: MechanicState, params: PyTree) -> None:
         if leaf.shape != jnp.shape(delta):
             raise ValueError(
                 f"{_name(path)} has shape {leaf.shape}, but it had {jnp.shape(delta)} when the state was made; {again}"
+            )
+
+
+def refuse_other_blocks(state: MechanicState) -> None:
+    """Raise where the scales of a Delta in int8 are missing, or are those of blocks that ``shard_map`` has cut."""
+    codes = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(state.delta) if leaf.dtype == jnp.int8]
+    scales = jax.tree.leaves(state.delta_scales)
+    if len(codes) != len(scales):
+        raise ValueError(f"Delta of {len(codes)} parameters is in int8, but the state has scales for {len(scales)}")
+    for (path, leaf), found in zip(codes, scales, strict=True):
+        expected = scales_shape(leaf.shape)
+        if found.shape != expected:
+            raise ValueError(
+                f"Delta of {_name(path)} has shape {leaf.shape} here and needs scales of shape {expected}, not "
+                f"{found.shape}; inside shard_map every shard has blocks of its own, so call optimizer.init there too"
             )
 
 

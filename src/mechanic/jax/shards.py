@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Summing = Callable[..., jax.Array]
@@ -22,6 +22,9 @@ Summing = Callable[..., jax.Array]
 
 Weighted = Callable[[Sequence[float] | None], Summing]
 """From a weight for every parameter, or None for 1, to the function that sums."""
+
+SHARD = 1 << 20
+"""Where the number of a shard begins in a parameter's number for rounding."""
 
 
 def over_shards(
@@ -49,6 +52,35 @@ def transposed(arrays: Sequence[Any], lists: int) -> list[tuple[Any, ...]]:
     """From one list after the other to one tuple per parameter."""
     n = len(arrays) // lists
     return list(zip(*(arrays[i * n : (i + 1) * n] for i in range(lists)), strict=True))
+
+
+def on_automatic_axes(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Call a function whose results have the axes of its first argument, each of the same size or a smaller one.
+
+    On explicit mesh axes JAX asks how every array on the way is laid out. Here the compiler decides on that, and only
+    the layout of the results is told: that of the first argument, without axes that would cut a result unevenly.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or AxisType.Explicit not in mesh.axis_types:
+        return function(*arrays)
+    spec = jax.typeof(arrays[0]).sharding.spec
+    results = jax.eval_shape(function, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
+    layout = jax.tree.map(lambda result: _even_part(spec, result.shape, mesh), results)
+    return jax.sharding.auto_axes(function, out_sharding=layout)(*arrays)
+
+
+def number_of_shard(array: jax.Array, axis_name: Hashable | None) -> int | jax.Array:
+    """Inside ``shard_map``, a number for each shard, from ``SHARD`` on; what is the same on all shards has 0 on all."""
+    if axis_name is None:
+        return 0
+    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    indices = [jax.lax.axis_index(name) for name in named]
+    varying = _varies_along(array) if any(_varies_along(index) for index in indices) else named
+    number: int | jax.Array = 0
+    for name, index in zip(named, indices, strict=True):
+        if name in varying:
+            number = number * jax.lax.axis_size(name) + index
+    return number * SHARD
 
 
 def _under_jit(weighted: Weighted, lists: int) -> Summing:
@@ -126,7 +158,7 @@ def _added_up(weighted: Weighted, sharded: Sequence[Collection[Any]], sizes: Any
     return lambda *arrays: jax.lax.psum(sum_here(*arrays), tuple(axes))
 
 
-def _even_part(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+def _even_part(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """The spec without the axes that would cut a dimension into unequal shards.
 
     XLA pads such shards, and the padding is not zero (seen in jax 0.10.2).

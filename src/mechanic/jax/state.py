@@ -20,13 +20,16 @@ class MechanicState(NamedTuple):
 
     - ``scale``: S of every tuner, by its name. It repeats the sum of the tuner's scales, so that it can be read by name
       and is still there after :func:`mechanic.jax.freeze`.
-    - ``delta``: the sum of the base's updates, like the parameters, in at least float32. None once frozen.
+    - ``delta``: the sum of the base's updates, like the parameters, in at least float32 unless ``mechanize`` was told
+      otherwise. None once frozen.
     - ``residual``: what rounding cut off half-precision parameters. None without such parameters; otherwise a tree like
       the parameters with None at all others.
     - ``tuner``: the tuners' memory, arrays [tuners, n] with one row per name in ``scale``. None once frozen.
     - ``base``: the state of the base optimizer.
     - ``peak_lr``: the ``peak_lr`` of ``mechanize`` at the last update. :func:`mechanic.jax.release` reads it.
     - ``count``: how many updates there were, also those that the tuner learned nothing from and those after freezing.
+    - ``delta_scales``: what the codes of a Delta in int8 are multiplied with, block by block, with the axes of the
+      parameters. None without such a Delta; otherwise a tree like the parameters with None at all others.
     """
 
     scale: dict[str, jax.Array]
@@ -36,6 +39,7 @@ class MechanicState(NamedTuple):
     base: PyTree
     peak_lr: jax.Array
     count: jax.Array  # type: ignore[assignment]  # int32, as in Optax's own states; a tuple has a method of this name
+    delta_scales: PyTree | None = None
 
 
 def scales(state: PyTree) -> dict[str, jax.Array]:

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from mechanic.jax.advance import Factors, advance
 from mechanic.jax.bases import refuse_parts_of_matrices, refuse_unsuitable
 from mechanic.jax.leaves import Leaves
 from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_peak_lr, refuse_untrainable
 from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, widen, working_dtype
 from mechanic.jax.state import MechanicState, PyTree
+from mechanic.jax.storage import dtype_of_delta, encode, name_of_choice
 from mechanic.jax.sums import measure
 from mechanic.jax.tuners import rows_of
 from mechanic.tuner import SUMS, TunerConfig, TunerState, delta_retention, total_scale, update
@@ -28,6 +30,7 @@ def mechanize(
     schedule: optax.Schedule | None = None,
     labels: PyTree | Callable[[PyTree], PyTree] | None = None,
     axis_name: Hashable | None = None,
+    delta: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Tune the learning rate of an Optax optimizer during training.
 
@@ -64,10 +67,13 @@ def mechanize(
             or a function that returns one, as for ``optax.partition``. By default None: all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are
             sharded. By default None, which is right under ``jit``, however the parameters are sharded.
+        delta: what Delta is stored in: ``jnp.float32``, ``jnp.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
+            parameter. It is rounded stochastically, without a key. By default None: float32, or the parameter's own
+            dtype if that is wider. Only real parameters.
 
     Returns:
         A transformation with a :class:`mechanic.jax.MechanicState`. Beyond the base's state it holds one number per
-        parameter, Delta, in at least float32, and two bytes more for a half-precision parameter.
+        parameter, Delta, and two bytes more for a half-precision parameter.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -90,6 +96,7 @@ def mechanize(
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
     refuse_peak_lr(peak_lr)
+    choice = name_of_choice(delta)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
 
@@ -104,7 +111,8 @@ def mechanize(
         dtype = jnp.result_type(float)  # float64 where x64 is enabled: 1 - 0.999999 leaves one digit of a float32
         return MechanicState(
             scale={name: jnp.zeros((), dtype) for name in names},
-            delta=jax.tree.map(lambda p: _zeros_like(p, working_dtype(p.dtype)), params),
+            delta=jax.tree.map(lambda p: _zero_delta(p, choice)[0], params),
+            delta_scales=jax.tree.map(lambda p: _zero_delta(p, choice)[1], params) if choice == "int8" else None,
             residual=_zero_residuals(params),
             tuner=TunerState(*(jnp.zeros((len(names), len(tuner_config.betas)), dtype) for _ in TunerState._fields)),
             base=base_state,
@@ -150,11 +158,11 @@ def mechanize(
             u, base_state = step_base(leaves, grads, state.base, extra_args)
             return leaves.move(leaves.scaled(scale, u), new_state._replace(base=base_state))
 
-        delta = leaves.treedef.flatten_up_to(state.delta)
         feedback, unobserved = grads, []
         if observed is not None:
             feedback, unobserved = leaves.like(_masked_like(leaves.params, observed), "observed gradient"), grads
         dtype, tuners = state.tuner.scales.dtype, len(leaves.names)
+        delta = leaves.delta_in(state)
         # [tuners, 5], and a sixth column for the gradients where they are not the feedback
         sums = measure(leaves.values, feedback, delta, unobserved, leaves.rows, tuners, dtype, axis_name)
         tuner, retention = tune(state.tuner, sums, state.count)
@@ -165,39 +173,18 @@ def mechanize(
         grads = [jnp.where(finite[row], g, 0) for g, row in zip(grads, leaves.rows, strict=True)]
         u, base_state = step_base(leaves, grads, state.base, extra_args)
 
-        new_delta, steps = _advance(leaves, delta, u, scale, new_scale, retention)
+        factors = Factors.between(scale, new_scale, retention)
+        steps, new_delta, delta_scales = advance(leaves, state, u, factors, choice, axis_name)
         new_state = new_state._replace(
             scale=dict(zip(leaves.names, new_scale, strict=True)),
-            delta=leaves.tree(new_delta),
+            delta=new_delta,
+            delta_scales=delta_scales,
             tuner=tuner,
             base=base_state,
         )
         return leaves.move(steps, new_state)
 
     return optax.GradientTransformationExtraArgs(init, step)
-
-
-def _advance(
-    leaves: Leaves,
-    delta: Sequence[jax.Array],
-    u: Sequence[jax.Array],
-    scale: jax.Array,
-    new_scale: jax.Array,
-    retention: jax.Array | None,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Delta' = k Delta + u, and the step of the parameters, S' Delta' - S Delta; k is the retention."""
-    if retention is not None:
-        delta = leaves.scaled(retention, delta)
-        scale = scale / retention  # S Delta is the same as before
-    new_delta = [d + each for d, each in zip(delta, u, strict=True)]
-    # S' Delta' - S Delta = (S' - S) Delta' + S u. Delta is not read again, so Delta' may take its donated buffer.
-    steps = [
-        along_delta + along_u
-        for along_delta, along_u in zip(
-            leaves.scaled(new_scale - scale, new_delta), leaves.scaled(scale, u), strict=True
-        )
-    ]
-    return new_delta, steps
 
 
 def _as_given(peak_lr: float | jax.Array, in_state: jax.Array) -> jax.Array:
@@ -231,6 +218,11 @@ def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
     https://github.com/jax-ml/jax/issues/16080. No number is both equal and unequal to itself, NaN included.
     """
     return jnp.logical_and(param == param, param != param).astype(dtype)
+
+
+def _zero_delta(param: jax.Array, choice: str | None) -> tuple[jax.Array, jax.Array | None]:
+    """Codes and scales."""
+    return encode(_zeros_like(param, working_dtype(param.dtype)), dtype_of_delta(param.dtype, choice))
 
 
 def _zero_residuals(params: PyTree) -> PyTree | None:

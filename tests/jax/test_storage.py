@@ -1,0 +1,165 @@
+"""Delta in bfloat16 and int8: what comes back from it, and that it is rounded as in mechanic.torch."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mechanic.jax.noise import ROW, Noise
+from mechanic.jax.storage import BLOCK, block_of, decode, encode
+
+SHAPES = [(), (0, 3), (1,), (BLOCK,), (BLOCK + 1,), (5, 257), (64, 10), (2, 3, 4, 5), (3, 3, 17, 15), (ROW + 7,)]
+both = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
+
+
+def noise(step=0, number=0):
+    return Noise(jnp.asarray(step, jnp.int32), number)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def through(dtype, values, step):
+    return decode(*encode(values, dtype, None if step is None else Noise(step, 0)), jnp.float32)
+
+
+def stored(dtype, values, step=None):
+    """What comes back of values; without a step they are rounded to nearest."""
+    return np.asarray(through(dtype, values, step))
+
+
+def gap(dtype, values):
+    """The distance between the two numbers that can be stored around each value."""
+    if dtype == jnp.bfloat16:
+        with np.errstate(divide="ignore"):
+            return np.exp2(np.floor(np.log2(np.abs(values))) - 7)
+    largest = np.zeros_like(values)
+    block = block_of(values.shape)
+    for place in np.ndindex(*(-(-n // size) for n, size in zip(values.shape, block, strict=True))):
+        part = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, block, strict=True))
+        largest[part] = np.abs(values[part]).max(initial=0)
+    code = np.floor(127 * np.sqrt(np.abs(values) / largest))
+    return (2 * code + 1) / 127**2 * largest
+
+
+@both
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_come_back_within_a_gap_and_to_nearest_within_half(dtype, shape):
+    values = normal(*shape)
+    error = [np.abs(stored(dtype, values, step) - values) / gap(dtype, values) for step in (0, 1, None)]
+    assert all((part <= 1.001).all() for part in error)
+    assert (error[-1] <= 0.501).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1000, 1000), (9, 129), (3, 86), (4, 65), (257,), (64, 3, 3, 3), (999, 10), (7, 11, 13, 2)]
+)
+def test_int8_takes_at_most_1_05_bytes_per_element(shape):
+    codes, scales = encode(jnp.zeros(shape), jnp.int8, noise())
+    assert math.prod(block_of(shape)) <= BLOCK
+    assert codes.shape == shape
+    assert scales.ndim == codes.ndim
+    assert codes.nbytes + scales.nbytes <= 1.05 * math.prod(shape)
+
+
+@both
+def test_rounding_is_right_in_the_mean(dtype):
+    """Of every element, over steps: the largest of 1,000 means lies within 4.5 standard deviations."""
+    values, steps = normal(4, 250), 1000
+
+    @jax.jit
+    def rounded(step):
+        return decode(*encode(jnp.asarray(values), dtype, Noise(step, 3)), jnp.float32)
+
+    mean = sum(np.asarray(rounded(step), float) for step in range(steps)) / steps
+    assert (np.abs(mean - values) <= 4.5 * 0.5 / math.sqrt(steps) * gap(dtype, values)).all()
+
+
+@both
+def test_what_was_stored_comes_back_bit_for_bit(dtype):
+    values = normal(4, ROW // 2) * np.exp(4 * normal(4, ROW // 2, seed=2))
+    kept = encode(jnp.asarray(values), dtype, noise())
+    for again in (None, noise(5)):
+        for one, other in zip(kept, encode(decode(*kept, jnp.float32), dtype, again), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_an_int8_block_keeps_its_largest_element_exactly():
+    values = normal(5, 2 * BLOCK)
+    for step in (None, 0, 1):
+        blocks, found = (array.reshape(-1, BLOCK) for array in (values, stored(jnp.int8, values, step)))
+        largest = np.abs(blocks).argmax(1)[:, None]
+        np.testing.assert_array_equal(np.take_along_axis(blocks, largest, 1), np.take_along_axis(found, largest, 1))
+
+
+@both
+def test_zeros_stay_zeros(dtype):
+    values = np.concatenate([np.zeros(BLOCK), normal(BLOCK), np.zeros(9)]).astype(np.float32)
+    for step in (None, 0, 1):
+        np.testing.assert_array_equal(stored(dtype, values, step)[values == 0], 0)
+
+
+@both
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-20, 1e20, 3e38])
+def test_tiny_and_huge_values(dtype, size):
+    values = (np.linspace(-1, 1, 500) * size).astype(np.float32)
+    for step in (None, 0):
+        found = stored(dtype, values, step).astype(float)
+        least = 1e-37 if dtype == jnp.bfloat16 else 1e-30 / 127**2  # below it a value is rounded to this or to 0
+        assert (np.abs(found - values) <= np.abs(values.astype(float)).max() / 60 + least).all()
+
+
+@both
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_not_hidden(dtype, bad):
+    values = normal(3 * BLOCK)
+    values[BLOCK + 5] = bad
+    for step in (None, 0):
+        finite = np.isfinite(stored(dtype, values, step))
+        assert not finite[BLOCK + 5]
+        assert finite[:BLOCK].all()
+        assert finite[2 * BLOCK :].all()
+
+
+def test_random_numbers_differ_by_step_tensor_and_row_and_are_spread_evenly():
+    several = [noise(step, number).fractions((2, ROW)) for step, number in [(0, 0), (1, 0), (0, 1), (100_000, 500)]]
+    rows = np.concatenate([np.asarray(each, float) for each in several])
+    assert rows.mean(1) == pytest.approx(0.5, abs=1e-6)
+    assert rows.min() > 1e-5
+    assert rows.max() < 1 - 1e-5
+    correlations = np.corrcoef(np.concatenate([rows, np.roll(rows[:1], 1), np.roll(rows[:1], BLOCK)]))
+    assert np.abs(correlations - np.eye(len(correlations))).max() < 5 / math.sqrt(ROW)
+
+
+@pytest.mark.parametrize("step", [0, 1, 12345, 2_000_000_000])
+@pytest.mark.parametrize("number", [0, 7, 3 << 20])
+def test_random_numbers_are_those_of_mechanic_torch(step, number):
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("mechanic.torch.kernels.storage")
+    place = theirs.Stored(torch.zeros(2 * ROW + 100), None, number)
+    for name in ("fractions", "low_bits"):
+        expected = getattr(theirs.Noise(step, torch.device("cpu")), name)(place).numpy()
+        ours = np.asarray(getattr(noise(step, number), name)((2 * ROW + 100,)))
+        np.testing.assert_array_equal(ours, expected)
+
+
+@both
+@pytest.mark.parametrize("shape", [(100,), (16, 512), (64, 64), (2, 3, 256)], ids=str)
+def test_blocks_that_fill_the_axes_are_rounded_as_in_mechanic_torch(dtype, shape):
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("mechanic.torch.kernels.storage")
+    values, elements = normal(*shape), math.prod(shape)
+    codes = torch.zeros(shape, dtype=torch.int8 if dtype == jnp.int8 else torch.bfloat16)
+    scales = torch.zeros(theirs.blocks_in(elements)) if dtype == jnp.int8 else None
+    for step in (None, 3):
+        drawn = None if step is None else theirs.Noise(step, torch.device("cpu"))
+        theirs.encode(torch.from_numpy(values), theirs.Stored(codes, scales, 5), drawn)
+        kept = encode(jnp.asarray(values), dtype, None if step is None else noise(step, 5))
+        np.testing.assert_array_equal(np.asarray(kept[0], np.float32), codes.float().numpy())
+        if scales is not None:
+            np.testing.assert_array_equal(np.ravel(kept[1]), scales.numpy())
