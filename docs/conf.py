@@ -1,9 +1,21 @@
+import sys
+from pathlib import Path
+
 from mechanic import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # notebook_pages
 
 project = "Mechanic"
 copyright = "the mechanic developers"  # noqa: A001
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_parser",
+    "notebook_pages",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -12,6 +24,7 @@ html_title = "Mechanic"
 html_static_path = ["_static"]
 html_css_files = ["mechanic.css"]
 html_favicon = "_static/favicon.svg"
+copybutton_selector = "div:not(.output) > div.highlight pre"  # not what a notebook has printed
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 nitpicky = True

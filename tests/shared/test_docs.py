@@ -5,11 +5,14 @@ do not see, ``<!-- run first: ... -->``. A block below ``<!-- not run: reason --
 framework that is not installed here.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -69,6 +72,38 @@ def test_no_block_is_overlooked(page):
     assert len(list(blocks_of(text))) == len(re.findall(r"^ *(?:```python|<!-- run first:)", text, re.MULTILINE))
     marked = re.findall(r"^ *<!-- not run:", text, re.MULTILINE)
     assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
+
+
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
+
+
+def code_cells(notebook):
+    return [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_every_notebook_runs(notebook, monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
+    threads = torch.get_num_threads()
+    namespace = {"__name__": notebook.stem}
+    try:
+        with plt.rc_context():
+            plt.switch_backend("Agg")
+            for cell in code_cells(notebook):
+                exec(compile("".join(cell["source"]), str(notebook), "exec", dont_inherit=True), namespace)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_the_outputs_of_a_notebook_are_of_one_run_and_its_pictures_are_described(notebook):
+    cells = code_cells(notebook)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [(cell, output) for cell in cells for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" for _, output in outputs)
+    drawn = [cell for cell, output in outputs if "image/png" in output.get("data", {})]
+    assert len(drawn) == 2
+    assert all(cell["metadata"]["alt"] for cell in drawn)
 
 
 def test_blocks_share_a_namespace_and_those_marked_are_parsed_only():
