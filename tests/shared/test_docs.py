@@ -74,6 +74,41 @@ def test_no_block_is_overlooked(page):
     assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
 
 
+# Words that readers had to read twice, and the better ones. "The base" is defined where a page uses it.
+WORDS = {
+    r"a passing (?!test)": "temporary",
+    r"at home in": "works with",
+    r"by itself|by themselves": "automatically, or on its own",
+    r"cases \|": "runs",
+    r"contenders?": "method",
+    r"for ever": "forever",
+    r"gradients (?:that|which) are not finite": "NaN and inf gradients",
+    r"(?:is|are) not noticed": "not detected",
+    r"really applied": "effective",
+}
+CODE = re.compile(r"^```.*?^```|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+
+
+def worse_words(text):
+    prose = CODE.sub(lambda code: re.sub(r"\S", " ", code[0]), text)  # lines and columns stay
+    for word, better in WORDS.items():
+        phrase = word.replace(" ", r"\s+")
+        for found in re.finditer(rf"\b(?:{phrase})(?!\w)", prose, re.IGNORECASE):
+            yield f"line {prose.count(chr(10), 0, found.start()) + 1}: {found[0]!r}, better: {better}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_are_plain(page):
+    assert list(worse_words(page.read_text(encoding="utf-8"))) == []
+
+
+def test_worse_words_are_found_in_prose_and_not_in_code():
+    assert list(worse_words("A run.\n\nIt trains by\nitself.")) == [
+        "line 3: 'by\\nitself', better: automatically, or on its own"
+    ]
+    assert list(worse_words("`Contender`\n```python\ncontender\n```\n[that](contender.md)")) == []
+
+
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 
