@@ -34,3 +34,13 @@ private = r"mechanic\.torch\.wrapped\.BaseT|mechanic\.torch\.factory\.Mechanic(O
 nitpick_ignore_regex = [(r"py:.*", rf"({foreign}).*"), (r"py:.*", private)]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+
+
+def captions_have_a_level(app, pagename, templatename, context, doctree):
+    """In the navigation, where Sphinx makes headings of captions without saying of which level."""
+    if tree := context.get("furo_navigation_tree"):
+        context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
+def setup(app):
+    app.connect("html-page-context", captions_have_a_level, priority=900)  # after the theme
