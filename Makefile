@@ -59,6 +59,7 @@ notebooks:
 
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/sphinx-build --quiet --fail-on-warning -b linkcheck -d docs/_build/html/.doctrees docs docs/_build/links
 
 # The oldest versions that pyproject.toml allows. PYTEST="-m fast" runs the fast tests alone.
 PYTEST ?=

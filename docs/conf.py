@@ -28,6 +28,7 @@ copybutton_selector = "div:not(.output) > div.highlight pre"  # not what a noteb
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 nitpicky = True
+linkcheck_ignore = [r"https?://"]  # the pages' own links; others need the network
 # Of torch, JAX, Optax and the standard library; nothing is fetched to resolve them.
 foreign = "torch|jax|optax|PyTree|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"
 private = r"mechanic\.torch\.wrapped\.BaseT|mechanic\.torch\.factory\.Mechanic(Of|Options)"  # in signatures only

@@ -6,7 +6,10 @@ framework that is not installed here.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,12 +41,13 @@ class Block(NamedTuple):
     code: str
     line: int
     reason: str | None  # not to run it
+    hidden: bool
 
 
 def blocks_of(text):
     for found in BLOCK.finditer(text):
         part = "hidden" if found["shown"] is None else "shown"
-        yield Block(found[part], text.count("\n", 0, found.start(part)), found["reason"])
+        yield Block(found[part], text.count("\n", 0, found.start(part)), found["reason"], part == "hidden")
 
 
 def run(text, name):
@@ -72,6 +76,53 @@ def test_no_block_is_overlooked(page):
     assert len(list(blocks_of(text))) == len(re.findall(r"^ *(?:```python|<!-- run first:)", text, re.MULTILINE))
     marked = re.findall(r"^ *<!-- not run:", text, re.MULTILINE)
     assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
+
+
+def anchors(text):
+    """Of the headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+OUTSIDE = [page for page in PAGES if page.parent.name != "docs"]  # where Sphinx looks itself
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_what_newcomers_copy_passes_mypy_strict(tmp_path):
+    """README and quickstarts, each page as a file with the page's lines. torch's own ``backward`` is untyped."""
+    pytest.importorskip("mypy", reason="in the group of checks")
+    pages = [ROOT / "README.md", ROOT / "docs" / "start.md", *sorted((ROOT / "docs").glob("quickstart-*.md"))]
+    hidden = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        lines = ["# mypy: allow-redefinition, allow-untyped-calls", *[""] * text.count("\n")]
+        lines[1] = f"from typing import Any;{START.strip()};dataset: Any;accelerator: Any;schedule: Any;loader: Any"
+        lines[1] = lines[1].replace("\n", ";")
+        for block in blocks_of(text):
+            code = block.code.splitlines()
+            lines[block.line : block.line + len(code)] = code
+            if block.hidden:
+                hidden |= {f"{page.stem}.py:{block.line + 1 + n}:" for n in range(len(code))}
+        (tmp_path / f"{page.stem}.py").write_text("\n".join(lines), encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *map(str, sorted(tmp_path.iterdir()))],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    complaints = [line for line in found.stdout.splitlines() if ": error:" in line]
+    assert [line for line in complaints if not any(place in line for place in hidden)] == []
+    assert found.returncode in (0, 1), found.stderr
 
 
 # Words that readers had to read twice, and the better ones. "The base" is defined where a page uses it.
