@@ -95,6 +95,25 @@ def test_onetrainer_resumes_from_groups_that_it_has_sorted_by_name(tmp_path):
         assert a.equal(b)
 
 
+@pytest.mark.parametrize("per_group", [True, False])
+def test_onetrainer_may_add_a_group_that_was_not_saved_if_it_has_a_tuner_of_its_own(per_group):
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = MechanicAdamW(onetrainer_groups(model)[:1], lr=3e-4, per_group=per_group)
+    train(model, optimizer, STEPS)
+    model[2].requires_grad_(True)
+    longer = MechanicAdamW(onetrainer_groups(model), lr=3e-4, per_group=per_group)
+    saved = optimizer.state_dict()
+    saved["param_groups"].append(longer.state_dict()["param_groups"][1])
+    if per_group:
+        longer.load_state_dict(saved)
+        assert list(longer.scales().values()) == [*optimizer.scales().values(), 0.0]
+        assert train(model, longer, STEPS) < 1
+    else:
+        with pytest.raises(ValueError, match="whose tuner it shares"):
+            longer.load_state_dict(saved)
+
+
 def test_ai_toolkit_asks_for_the_mean_learning_rate_and_sets_lr_back_after_loading():
     model = mlp()
     optimizer = MechanicAdamW(groups_of(model), lr=1e-4, per_group=True)
