@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -169,6 +168,8 @@ def code_cells(notebook):
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
 def test_every_notebook_runs(notebook, monkeypatch):
+    import matplotlib.pyplot as plt  # tests/ecosystem imports this file without it
+
     monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
     threads = torch.get_num_threads()
     namespace = {"__name__": notebook.stem}
