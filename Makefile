@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs gpu release-check test-newest setup-ecosystem test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test campaign docs notebooks gpu release-check test-newest setup-ecosystem test-ecosystem test-deepspeed
 .PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
@@ -52,8 +52,14 @@ release-check:
 	.venv-release/bin/pip install --quiet --constraint constraints.txt --group release
 	.venv-release/bin/python -m tests.release
 
+# Executes the notebooks anew and keeps what they print and draw. The docs show that, and execute nothing.
+notebooks:
+	$(BIN)/pip install --quiet --constraint constraints.txt nbconvert ipykernel
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False docs/*.ipynb
+
 docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/sphinx-build --quiet --fail-on-warning -b linkcheck -d docs/_build/html/.doctrees docs docs/_build/links
 
 # The oldest versions that pyproject.toml allows. PYTEST="-m fast" runs the fast tests alone.
 PYTEST ?=

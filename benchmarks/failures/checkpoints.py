@@ -265,7 +265,7 @@ def of_another_base(contender: Contender) -> Outcome:
 
 @situation(
     "checkpoint of AdamW",
-    "A run with torch's AdamW is to go on with the contender: its checkpoint is loaded after 60 steps.",
+    "A run with torch's AdamW is to go on with the method: its checkpoint is loaded after 60 steps.",
     REFUSES,
     OTHER,
 )

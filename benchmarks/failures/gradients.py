@@ -87,7 +87,7 @@ def nan_in_one(contender: Contender) -> Outcome:
 @situation(
     "float16 loss scaled, never unscaled",
     "float16 parameters, a loss scale of 2²⁴ and a plain step(): every step has gradients that are inf.",
-    "Parameters stay finite, and a warning or an error names the gradients that are not finite.",
+    "Parameters stay finite, and a warning or an error names the inf gradients.",
     NOT_FINITE,
 )
 def never_unscaled(contender: Contender) -> Outcome:

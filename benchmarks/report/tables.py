@@ -43,7 +43,7 @@ def summary(results: Results, key: str = "train_loss") -> str:
             ]
         )
     return table(
-        ["", "cases", "mean ρ %", "gains as 0", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %", "raised"],
+        ["", "runs", "mean ρ %", "gains as 0", "ours on the same", "median", "worst", "ρ ≤ 2 %", "ρ ≥ 50 %", "raised"],
         rows,
     )
 

@@ -15,11 +15,12 @@ except RuntimeError:
     for name in [name for name in sys.modules if name.startswith("torchvision")]:
         del sys.modules[name]
 
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import _optim_factory, create_optimizer_v2, list_optimizers
 
 import timm_factory
 from mechanic.integrations.timm import register
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, MechanicAdamW, MechanicSGD
+from tests.ecosystem.proposed import define
 from tests.torch.task import mlp, same_bits, snapshot, train
 
 
@@ -55,6 +56,16 @@ def learned(lr):
     loss, optimizer = timm_factory.train("mechanicadamw", lr)
     assert len({group["lr_scale"] for group in optimizer.param_groups}) > 2
     return loss, optimizer
+
+
+def test_what_contrib_proposes_to_timm_builds_and_trains():
+    registry = _optim_factory.OptimizerRegistry()
+    define("_register_mechanic_optimizers", _optim_factory)(registry)
+    for name, cls in {"mechanicadamw": MechanicAdamW, "mechanicsgd": MechanicSGD}.items():
+        model = mlp()
+        optimizer = registry.create_optimizer(model, name, lr=1.0, weight_decay=0.01, momentum=0.9, eps=1e-8)
+        assert type(optimizer) is cls
+        assert train(model, optimizer, 60) < 1.0, name
 
 
 def test_an_unknown_name_is_refused():

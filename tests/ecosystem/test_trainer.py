@@ -7,6 +7,7 @@ pytest.importorskip("accelerate", reason="has an environment of its own: make te
 import hf_trainer
 from mechanic.integrations.transformers import ScaleCallback
 from mechanic.torch import Mechanic, MechanicAdamW
+from tests.ecosystem.proposed import define
 
 MIDDLE, END = 4, 8
 
@@ -89,3 +90,32 @@ def test_without_a_mechanic_the_callback_says_so(tmp_path):
     trainer.add_callback(ScaleCallback(trainer))
     with pytest.raises(TypeError, match="no Mechanic to read in AcceleratedOptimizer"):
         trainer.train()
+
+
+@pytest.fixture
+def _transformers_with_our_proposal(monkeypatch):
+    from transformers import trainer_optimizer, training_args
+    from transformers.utils import ExplicitEnum
+
+    names = {**{name.name: name.value for name in training_args.OptimizerNames}, "MECHANIC_ADAMW": "mechanic_adamw"}
+    monkeypatch.setattr(training_args, "OptimizerNames", ExplicitEnum("OptimizerNames", names))
+    handler = define("_get_mechanic_adamw", trainer_optimizer)
+    monkeypatch.setitem(trainer_optimizer._OPTIMIZER_HANDLERS, "mechanic_adamw", handler)
+
+
+@pytest.mark.usefixtures("_transformers_with_our_proposal")
+def test_the_name_that_contrib_proposes_trains_as_the_class_does(tmp_path):
+    options = {"max_steps": END, "save_strategy": "no", "bf16": False}
+    expected, _ = trained(with_class(tmp_path, **options))
+    trainer = hf_trainer.build(
+        tmp_path, hf_trainer.small_model(), {}, optim="mechanic_adamw", learning_rate=1.0, **options
+    )
+    found, _ = trained(trainer)
+    for a, b in zip(found, expected, strict=True):
+        assert a.equal(b)
+
+    small = hf_trainer.build(
+        tmp_path, hf_trainer.small_model(), {}, optim="mechanic_adamw", optim_args="delta=int8", **options
+    )
+    trained(small)
+    assert all(state["mechanic_delta"].dtype == torch.int8 for state in small.optimizer.optimizer.state.values())

@@ -34,6 +34,7 @@ def test_sd_scripts_builds_it_from_a_dotted_path_and_strings_and_logs_d_times_lr
     optimizer_class = getattr(importlib.import_module(module), name)
     optimizer = optimizer_class(groups_of(model, lr=1e-4), lr=settings["learning_rate"], **options)
     assert optimizer.config.decay == 0.02
+    optimizer.train()  # is called wherever it is there, for Schedule-Free
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(1.0, index / 5))
     for index in range(STEPS):
         step(model, optimizer, index)
@@ -54,6 +55,65 @@ def test_onetrainer_finds_d_in_groups_that_it_has_given_names_and_initial_rates(
     assert [group["name"] for group in optimizer.param_groups] == ["a", "b"]
 
 
+def onetrainer_groups(model):
+    groups = zip(groups_of(model, lr=3e-4, initial_lr=3e-4), ("text encoder", "unet"), strict=True)
+    return [{**group, "name": name} for group, name in groups]
+
+
+def onetrainer_loads(optimizer, saved):
+    """Groups are found by name, and get a new rate; states are numbered anew; two keys are OneTrainer's own."""
+    fresh = optimizer.state_dict()["param_groups"]
+    state, groups = {}, []
+    for group, name in zip(fresh, saved["param_group_mapping"], strict=True):
+        old = saved["param_groups"][saved["param_group_mapping"].index(name)]
+        numbers = range(len(state), len(state) + len(old["params"]))
+        state.update({new: saved["state"][index] for new, index in zip(numbers, old["params"], strict=True)})
+        groups.append({**old, "params": list(numbers), "lr": group["lr"], "initial_lr": group["initial_lr"]})
+    saved["state"], saved["param_groups"] = state, groups
+    optimizer.load_state_dict(saved)
+    for entry in optimizer.state_dict()["state"].values():
+        for value in entry.values():
+            value.data = value.data.to("cpu")
+
+
+def test_onetrainer_resumes_from_groups_that_it_has_sorted_by_name(tmp_path):
+    model = mlp()
+    optimizer = MechanicAdamW(onetrainer_groups(model), lr=3e-4, per_group=True)
+    train(model, optimizer, STEPS)
+    optimizer.zero_grad()
+    names = {"param_group_mapping": ["text", "unet"], "param_group_optimizer_mapping": ["MECHANIC_ADAMW"] * 2}
+    torch.save({**optimizer.state_dict(), **names}, tmp_path / "optimizer.pt")
+
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    resumed = MechanicAdamW(onetrainer_groups(twin), lr=3e-4, per_group=True)
+    onetrainer_loads(resumed, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for index in range(STEPS):
+        step(model, optimizer, index)
+        step(twin, resumed, index)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("per_group", [True, False])
+def test_onetrainer_may_add_a_group_that_was_not_saved_if_it_has_a_tuner_of_its_own(per_group):
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = MechanicAdamW(onetrainer_groups(model)[:1], lr=3e-4, per_group=per_group)
+    train(model, optimizer, STEPS)
+    model[2].requires_grad_(True)
+    longer = MechanicAdamW(onetrainer_groups(model), lr=3e-4, per_group=per_group)
+    saved = optimizer.state_dict()
+    saved["param_groups"].append(longer.state_dict()["param_groups"][1])
+    if per_group:
+        longer.load_state_dict(saved)
+        assert list(longer.scales().values()) == [*optimizer.scales().values(), 0.0]
+        assert train(model, longer, STEPS) < 1
+    else:
+        with pytest.raises(ValueError, match="whose tuner it shares"):
+            longer.load_state_dict(saved)
+
+
 def test_ai_toolkit_asks_for_the_mean_learning_rate_and_sets_lr_back_after_loading():
     model = mlp()
     optimizer = MechanicAdamW(groups_of(model), lr=1e-4, per_group=True)
@@ -66,7 +126,7 @@ def test_ai_toolkit_asks_for_the_mean_learning_rate_and_sets_lr_back_after_loadi
     configured = [group["lr"] for group in twin.param_groups]
     twin.load_state_dict(optimizer.state_dict())
     for group, lr in zip(twin.param_groups, configured, strict=True):
-        group["lr"] = lr
+        group["lr"] = group["initial_lr"] = lr
     assert twin.get_avg_learning_rate() == optimizer.get_avg_learning_rate()
 
 
