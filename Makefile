@@ -114,7 +114,7 @@ setup-ecosystem:
 	.venv-ecosystem/bin/pip install --quiet --upgrade --constraint constraints.txt --no-deps --target .venv-ecosystem/timm timm torchvision
 
 test-ecosystem: setup-ecosystem
-	.venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem
+	.venv-ecosystem/bin/pytest --numprocesses 2 --dist loadfile --quiet -W default tests/ecosystem
 	PYTHONPATH=.venv-ecosystem/timm .venv-ecosystem/bin/pytest --quiet -W default tests/ecosystem/test_timm.py
 
 # DeepSpeed compiles at run time and writes under HOME, so it has an environment and a home of its own.

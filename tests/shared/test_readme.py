@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import mechanic
@@ -20,6 +21,7 @@ def code_blocks():
     )
 
 
+@pytest.mark.slow  # torch is installed anew; `make release-check` does the same with the wheel
 def test_the_readmes_lines_run_in_an_empty_environment(tmp_path):
     def run(*command):
         subprocess.run(command, check=True, timeout=600, cwd=tmp_path)

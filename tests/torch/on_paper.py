@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechanic.torch import Mechanic
 
-WIDTH, BLOCKS = 4096, 20
+WIDTH, BLOCKS = 8192, 5  # 4 billion parameters in few tensors
 
 
 class Sent(TorchDispatchMode):

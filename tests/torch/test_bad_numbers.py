@@ -23,9 +23,8 @@ def bad_steps(rng, steps):
     return set(rng.sample(range(steps), 20))
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
 @every_path
-def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap, everywhere):
+def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     rng = random.Random(0)
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
@@ -36,7 +35,7 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap, everywhere):
         backward(model, step)
         if step in poisoned:
             tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
-            poison(model, rng, everywhere=everywhere)
+            poison(model, rng, everywhere=rng.random() < 0.5)
             optimizer.step()
             tuner[-1] += 1  # the count of such steps
             assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
@@ -47,14 +46,16 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap, everywhere):
 
 
 @every_path_of("AdamW", "SGD", "Lion")
-def test_500_steps_with_20_bad_ones_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
+def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
+    steps = 500 if wrap is by_default else 200
+
     def run(spoil):
         rng = random.Random(1)
         model = base.model()
         optimizer = wrap(base.make(model.parameters()))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
-        poisoned = bad_steps(rng, 500)
-        for step in range(500):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        poisoned = bad_steps(rng, steps)
+        for step in range(steps):
             optimizer.zero_grad()
             backward(model, step)
             if step in poisoned:

@@ -22,14 +22,17 @@ def assert_follows_float32(task, base, dtype, **options):
         assert half_learned == pytest.approx(learned, rel=0.10)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [*(("AdamW", dtype) for dtype in HALF), ("SGD momentum", torch.bfloat16), ("Lion", torch.float16)],
+    ids=str,
+)
 def test_digits_follow_the_float32_run_to_the_end_of_a_cosine(base, dtype):
     assert_follows_float32("digits", base, dtype, steps=500)
 
 
 def test_a_transformer_follows_the_float32_run_to_the_end_of_a_cosine():
-    assert_follows_float32("shakespeare", "AdamW", torch.bfloat16, steps=500)
+    assert_follows_float32("shakespeare", "AdamW", torch.bfloat16, steps=300)
 
 
 @pytest.mark.slow
