@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import math
 import os
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.algoperf import runner, stand_in
+from benchmarks.algoperf.__main__ import RECORDS
 from benchmarks.algoperf.workloads import WORKLOADS, Digits, spec
+from benchmarks.suite.record import machine, versions
 from tests.benchmarks.algoperf_ranks import final, train_interrupted, train_on_rank, train_whole
 from tests.benchmarks.runs import needs_data
 from tests.torch.parallel import on_ranks
@@ -151,6 +154,15 @@ def test_two_ranks_train_as_one_process_and_resume_bit_for_bit(submission, tmp_p
         alone = final(train_whole(name, submission))
         for a, b in zip(whole, alone, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_record_is_of_this_submission(submission):
+    record = json.loads(RECORDS.read_text().splitlines()[0])
+    if record["machine"] != machine() or not record["versions"].items() <= versions().items():
+        pytest.skip("another CPU, or another version of a package, may round otherwise")
+    first = record["evaluations"][0]
+    _, _, [(step, found)] = runner.train_once(Digits(record["steps"]), submission, first["step"], first["step"])
+    assert {"step": step, **found} == first
 
 
 def test_gradients_are_clipped_and_dropout_is_the_workloads(submission, monkeypatch):

@@ -60,6 +60,12 @@ def share_of_peak(step: int, step_hint: int) -> float:
     return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
 
 
+def nadamw(model_params: spec.ParameterContainer, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(
+        model_params.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, decoupled_weight_decay=True
+    )
+
+
 def init_optimizer_state(
     workload: spec.Workload,
     model_params: spec.ParameterContainer,
@@ -68,10 +74,7 @@ def init_optimizer_state(
     rng: spec.RandomState,
 ) -> spec.OptimizerState:
     """The optimizer and its schedule: both have a ``state_dict``, as the runner's checkpoints need."""
-    base = torch.optim.NAdam(
-        model_params.parameters(), lr=1.0, betas=BETAS, weight_decay=WEIGHT_DECAY, decoupled_weight_decay=True
-    )
-    optimizer = Mechanic(base)
+    optimizer = Mechanic(nadamw(model_params, lr=1.0))
     step_hint = workload.step_hint
     return {"optimizer": optimizer, "scheduler": LambdaLR(optimizer, lambda step: share_of_peak(step, step_hint))}
 
