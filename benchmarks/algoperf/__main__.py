@@ -1,6 +1,6 @@
 """``python -m benchmarks.algoperf``: 300 steps of the submission on each small workload, recorded.
 
-Beside it run its own base, schedule and clipping without Mechanic, at learning rates of a grid. It takes 3 minutes, and
+Beside it run its own base, schedule and clipping without Mechanic, at learning rates of a grid. It takes 4 minutes, and
 overwrites ``benchmarks/records/algoperf/algoperf.jsonl``.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 Tensor = RandomState = Hyperparameters = ModelAuxiliaryState = ModelInitState = Any
@@ -20,6 +21,10 @@ class ForwardPassMode(enum.Enum):
 
 class Workload:
     """The part that AlgoPerf's own class implements."""
+
+    num_eval_train_examples: int
+    num_validation_examples: int
+    _eval_model_on_split: Callable[..., dict[str, float]]
 
     def __init__(self) -> None:
         self._param_types: ParameterTypeTree = None
@@ -39,11 +44,13 @@ class Workload:
         imagenet_v2_data_dir: str | None,
         global_step: int,
     ) -> dict[str, float]:
-        sizes = {"train": self.num_eval_train_examples, "validation": self.num_validation_examples}  # type: ignore[attr-defined]
-        results = {}
-        for name, size in sizes.items():
-            split = "eval_train" if name == "train" else name
-            found = self._eval_model_on_split(  # type: ignore[attr-defined]
+        splits = {
+            "train": ("eval_train", self.num_eval_train_examples),
+            "validation": ("validation", self.num_validation_examples),
+        }
+        results: dict[str, float] = {}
+        for name, (split, size) in splits.items():
+            found = self._eval_model_on_split(
                 split, size, global_batch_size, params, model_state, rng, data_dir, global_step
             )
             results |= {f"{name}/{key}": value for key, value in found.items()}
