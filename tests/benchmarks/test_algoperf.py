@@ -77,7 +77,7 @@ def test_algoperf_itself_has_this_interface():
     assert {name: parameters_of(getattr(spec.Workload, name)) for name in METHODS} == METHODS
     assert {name for name in PROPERTIES if isinstance(getattr(spec.Workload, name), property)} == set(PROPERTIES)
     assert spec.Workload.__abstractmethods__ <= {*METHODS, *PROPERTIES}
-    wanted = {name for name in vars(stand_in) if name[0].isupper() and name != "Any"}
+    wanted = {name for name in vars(stand_in) if name[0].isupper() and name not in ("Any", "Callable")}
     assert wanted <= set(vars(spec))
 
 
@@ -94,7 +94,7 @@ def test_the_folder_has_what_a_submission_needs():
 
 def test_batch_sizes_are_of_algoperfs_workloads_and_variants_fall_back(submission):
     assert submission.get_batch_size("ogbg") == 512
-    assert all(size % 4 == 0 for size in submission.BATCH_SIZES.values())  # AlgoPerf scores on four devices
+    assert all(size % 8 == 0 for size in submission.BATCH_SIZES.values())  # AlgoPerf scores on eight GPUs
     with pytest.raises(ValueError, match="wmt_post_ln"):  # the runner then asks for wmt
         submission.get_batch_size("wmt_post_ln")
 
