@@ -162,7 +162,7 @@ def test_the_record_is_of_this_submission(submission):
         pytest.skip("another CPU, or another version of a package, may round otherwise")
     first = record["evaluations"][0]
     _, _, [(step, found)] = runner.train_once(Digits(record["steps"]), submission, first["step"], first["step"])
-    assert {"step": step, **found} == first
+    assert first.items() <= {"step": step, **found}.items()
 
 
 def test_gradients_are_clipped_and_dropout_is_the_workloads(submission, monkeypatch):
