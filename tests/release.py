@@ -18,7 +18,15 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-IN_SDIST = ("src/mechanic/tuner.py", "tests/conftest.py", "examples/", "benchmarks/suite/", "docs/index.md", "LICENSE")
+IN_SDIST = (
+    "src/mechanic/tuner.py",
+    "tests/conftest.py",
+    "examples/",
+    "algoperf/",
+    "benchmarks/suite/",
+    "docs/index.md",
+    "LICENSE",
+)
 
 
 def main() -> None:
