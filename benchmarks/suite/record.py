@@ -76,7 +76,7 @@ def commit() -> str | None:
 
     try:
         name = git("rev-parse", "--short", "HEAD").strip()
-        changed = git("status", "--porcelain", "--", "src/mechanic", "benchmarks", ":!benchmarks/records")
+        changed = git("status", "--porcelain", "--", "src/mechanic", "benchmarks", "algoperf", ":!benchmarks/records")
     except (OSError, subprocess.CalledProcessError):
         return None
     return name + ("+" if changed else "")
