@@ -1,6 +1,12 @@
-"""What a step reads and writes, as the compiler counts it. docs/jax.md has the times."""
+"""What a step reads and writes, as the compiler counts it, and when it compiles. docs/jax.md has the times."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
 
 from benchmarks.speed import jax_step
+from mechanic.jax import mechanize
 
 
 def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_mechanize():
@@ -8,3 +14,26 @@ def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_
     bare, ours, theirs = (jax_step.cost_of(jax_step.build(name, side=100)) for name in names)
     assert ours.words < 2.1 * bare.words
     assert ours.words < 0.9 * theirs.words
+
+
+@pytest.mark.parametrize("delta", [None, jnp.bfloat16, "int8"])
+def test_outside_of_jit_nothing_is_compiled_in_every_step(delta):
+    """Else a step takes ten times as long, and what was compiled stays in memory."""
+    optimizer = mechanize(optax.adamw(1.0), delta=delta)
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    state = optimizer.init(params)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    by_step = []
+    for _ in range(6):
+        before = len(compiled)
+        updates, state = optimizer.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        by_step.append(len(compiled) - before)
+    assert by_step[0] > 0  # the listener hears
+    assert by_step[2:] == [0] * 4

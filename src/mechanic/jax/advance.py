@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,14 +49,23 @@ def advance(
     for number, (stored, each, x) in enumerate(zip(leaves.stored_delta(state), u, leaves.values, strict=True)):
         dtype = dtype_of_delta(x.dtype, choice)
         noise = None if dtype == x.dtype else Noise(state.count, number + number_of_shard(x, axis_name))
-        move: Callable[..., Any] = partial(_move, dtype=dtype)
-        if dtype == jnp.int8:
-            move = partial(jax.lax.platform_dependent, cpu=partial(_apart, move), default=move)
+        move = _mover(dtype)
+        if not isinstance(each, jax.core.Tracer):
+            move = jax.jit(move)  # which is found again: outside of jit, the branches for int8 would be compiled anew
         step, new_codes, new_scales = move(*stored, each, factors.of(leaves.rows[number], x.real.dtype), noise)
         steps.append(step)
         codes.append(new_codes)
         scales.append(new_scales)
     return steps, leaves.tree(codes), leaves.tree(scales) if choice == "int8" else None
+
+
+@cache
+def _mover(dtype: DTypeLike) -> Callable[..., Any]:
+    """:func:`_move` for a dtype, as one function that JAX knows again."""
+    move = partial(_move, dtype=dtype)
+    if dtype != jnp.int8:
+        return move
+    return partial(jax.lax.platform_dependent, cpu=partial(_apart, move), default=move)
 
 
 def _move(

@@ -7,6 +7,7 @@ that it counts once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ Summing = Callable[..., jax.Array]
 
 Weighted = Callable[[Sequence[float] | None], Summing]
 """From a weight for every parameter, or None for 1, to the function that sums."""
+
+CACHED = 64
+"""How many optimizers outside of ``jit`` keep their compiled sums."""
 
 SHARD = 1 << 20
 """Where the number of a shard begins in a parameter's number for rounding."""
@@ -45,7 +49,9 @@ def over_shards(
         return weighted(None)(*arrays)  # inside shard_map without axis_name: every device holds all parameters
     if not mesh.empty and AxisType.Explicit in mesh.axis_types:
         return _on_explicit_axes(weighted, arrays, lists, mesh)
-    return _under_jit(weighted, lists)(*arrays)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return _under_jit(weighted, lists)(*arrays)
+    return _compiled(weighted, lists, jnp.result_type(float))(*arrays)
 
 
 def transposed(arrays: Sequence[Any], lists: int) -> list[tuple[Any, ...]]:
@@ -125,6 +131,12 @@ def _under_jit(weighted: Weighted, lists: int) -> Summing:
         return jax.vmap(sum_here, in_axes=axes, axis_size=axis_size)(*arrays), True
 
     return summed
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _compiled(weighted: Weighted, lists: int, dtype: jnp.dtype) -> Summing:
+    """For calls outside of ``jit``: without this, each would compile the sums anew. ``dtype`` tells x64 apart."""
+    return jax.jit(_under_jit(weighted, lists))
 
 
 def _on_explicit_axes(weighted: Weighted, arrays: Sequence[jax.Array], lists: int, mesh: Any) -> jax.Array:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mechanic.jax.shards import Summing, over_shards, transposed
+from mechanic.jax.shards import CACHED, Summing, Weighted, over_shards, transposed
 
 Leaves = Sequence[jax.Array]
 
@@ -50,11 +51,19 @@ def measure(
     # In a derivative of the run S counts as a constant: the square roots in the tuner have none at 0.
     arrays = [jax.lax.stop_gradient(array) for leaves in lists for array in leaves]
 
+    weighted = _weighted(len(lists), tuple(rows), tuners, jnp.dtype(dtype))
+    return over_shards(weighted, arrays, len(lists), axis_name)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _weighted(lists: int, rows: tuple[int, ...], tuners: int, dtype: DTypeLike) -> Weighted:
+    """One function for the same arguments, so that JAX knows it again."""
+
     def weighted(weights: Sequence[float] | None = None) -> Summing:
         """The sums over the arrays on this device: whole ones, or one shard of each."""
-        return lambda *arrays: _sum_up(transposed(arrays, len(lists)), rows, tuners, dtype, weights)
+        return lambda *arrays: _sum_up(transposed(arrays, lists), rows, tuners, dtype, weights)
 
-    return over_shards(weighted, arrays, len(lists), axis_name)
+    return weighted
 
 
 def _sum_up(
