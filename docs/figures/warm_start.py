@@ -1,4 +1,4 @@
-"""What it is worth to start from the S that an earlier run has learned: the table of everyday.md.
+"""What it is worth to start from the S that an earlier run has learned.
 
 A run with another seed gives S. Then the task is trained anew, at all of its steps and at a quarter of them, without
 and with that S: as the first scale, also ten times too large and too small, and as a floor at a third of it. Printed is
