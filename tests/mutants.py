@@ -56,8 +56,11 @@ FIRST = {  # what is likely to notice a change, and takes longer than all should
     "torch/muon": ("torch/test_muon.py",),
     "torch/roles": ("torch/test_roles.py",),
     "torch/capture": ("torch/test_capture.py",),
+    "jax/advance": ("jax/test_delta_storage.py",),
     "jax/muon": ("jax/test_muon.py",),
+    "jax/noise": ("jax/test_storage.py", "jax/test_delta_storage.py"),
     "jax/rounding": ("jax/test_half_precision.py",),
+    "jax/storage": ("jax/test_storage.py", "jax/test_delta_storage.py"),
 }
 GPU = ("torch/triton", "torch/test_launches.py")  # first for all of mechanic.torch.gpu
 LAST = {"jax/shards": ("jax/test_parallel.py",), "jax/sums": ("jax/test_parallel.py",)}  # these take a minute

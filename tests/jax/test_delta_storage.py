@@ -277,24 +277,6 @@ def test_freezing_and_releasing_drop_all_of_it(delta):
     assert train_loss(ends[0]) < train_loss(params)
 
 
-@rounded
-def test_an_ensemble_is_its_members(delta):
-    optimizer = mechanize(optax.sgd(1.0), delta=delta)
-    members = jax.random.normal(jax.random.key(0), (3, 5))
-
-    def run(x):
-        state = optimizer.init(x)
-        for _ in range(3):
-            updates, state = optimizer.update(jnp.sin(x), state, x)
-            x = optax.apply_updates(x, updates)
-        return x, decode(state.delta, state.delta_scales, jnp.float32)
-
-    together, alone = jax.jit(jax.vmap(run))(members), jax.jit(run)
-    for i, member in enumerate(members):
-        for ours, expected in zip(together, alone(member), strict=True):
-            np.testing.assert_allclose(ours[i], expected, rtol=1e-4)
-
-
 def test_shards_give_the_result_of_one_device():
     """In a process of its own, with eight devices that the host is made to show."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

@@ -17,7 +17,7 @@ def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_
 
 
 @pytest.mark.parametrize("delta", [None, jnp.bfloat16, "int8"])
-def test_outside_of_jit_nothing_is_compiled_in_every_step(delta):
+def test_outside_of_jit_nothing_is_compiled_in_every_step(delta, request):
     """Else a step takes ten times as long, and what was compiled stays in memory."""
     optimizer = mechanize(optax.adamw(1.0), delta=delta)
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
@@ -29,6 +29,7 @@ def test_outside_of_jit_nothing_is_compiled_in_every_step(delta):
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
+    request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
     by_step = []
     for _ in range(6):
         before = len(compiled)
