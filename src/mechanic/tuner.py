@@ -106,6 +106,19 @@ class TunerConfig:
         )
 
     @classmethod
+    def starting_at(cls, lr: float) -> TunerConfig:
+        """The defaults, with ``lr`` as the first scale: a warm start from what an earlier run has learned.
+
+        S leaves it as soon as the gradients ask for another. If it is too large by far, the first steps can spoil the
+        run, so take less of it for a task that is not the same.
+
+        Example:
+            >>> TunerConfig.starting_at(0.003).s_init
+            0.003
+        """
+        return cls(s_init=lr, relative_start=False)
+
+    @classmethod
     def of(cls, config: TunerConfig | Mapping[str, Any] | None) -> TunerConfig:
         """Accept what a user may pass for ``config``: nothing, a config, or a plain mapping."""
         if config is None:

@@ -57,10 +57,11 @@ class CheckedMachine(RuleBasedStateMachine):
         checks.check_groups(self.training)
         self.start.check(self.training)
 
-    def step(self, closure=None):
+    def step(self, closure=None, step=None):
+        """A step, or a call that makes one."""
         self.ensure_training_mode()
         before = Before(self.training)
-        loss = self.optimizer.step(closure)
+        loss = step() if step else self.optimizer.step(closure)
         before.check_step(self.training)
         if self.is_observed:
             before.check_learned_nothing(self.training, self.unobserved)
@@ -71,25 +72,25 @@ class CheckedMachine(RuleBasedStateMachine):
         self.check()
         return loss
 
-    def learn(self):
+    def learn(self, step=None):
         """A step with finite gradients, which must teach every tuner something that has parameters to train.
 
         Unless something else was observed, perhaps while all parameters of a tuner were frozen.
         """
         learns = self.is_observed is False and not self.optimizer.is_frozen
         counts = {row: checks.steps_of(groups[0]) for row, groups in tuners_of(self.training).items()}
-        self.step()
+        self.step(step=step)
         for row, groups in tuners_of(self.training).items():
             if learns and any(p.requires_grad for group in groups for p in group["params"]):
                 assert checks.steps_of(groups[0]) == counts[row] + 1, "a tuner ignored its feedback"
 
-    def step_on_bad_gradients(self):
+    def step_on_bad_gradients(self, step=None):
         self.ensure_training_mode()
         bad = {row for row, groups in tuners_of(self.training).items() if checks.has_bad_gradient(groups)}
         before = {row: _without_counts(groups[0]["mechanic_tuner"]) for row, groups in tuners_of(self.training).items()}
         everything = checks.all_bits(self.training)
         was_observed, skipped = self.is_observed, self.optimizer.skipped_steps
-        self.step()
+        self.step(step=step)
         for row, groups in tuners_of(self.training).items():
             unmoved = row in bad and was_observed is False
             assert not unmoved or _without_counts(groups[0]["mechanic_tuner"]) == before[row], "the tuner has moved"

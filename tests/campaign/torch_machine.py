@@ -1,6 +1,7 @@
 """Everything that may happen to a Mechanic in PyTorch, in any order. Promises are checked after every operation."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from torch.optim import lr_scheduler
 
 from mechanic.torch import Mechanic
+from mechanic.torch.probe import steps_one_by_one
 from tests.campaign import torch_checks as checks
 from tests.campaign import torch_prediction
 from tests.campaign.hostile_checkpoints import HOSTILE
@@ -133,6 +135,26 @@ class TorchMachine(CheckedMachine):
         p = self.parameter(place)
         p.grad = torch.tensor(value, dtype=p.dtype).expand(p.shape)
         self.step_on_bad_gradients()
+
+    @rule(
+        way=st.sampled_from(["hooks", "step_parameter", "step_param"]),
+        kind=st.sampled_from([None, None, *BAD]),
+        place=places,
+        seed=seeds,
+    )
+    def train_inside_the_backward_pass(self, way, kind, place, seed):
+        self.ensure_training_mode()
+        self.training.fill_gradients(seed)
+        if self.training.options["skip_nonfinite"] or not steps_one_by_one(self.optimizer.base):
+            self.must_refuse(self.optimizer.step_in_backward)
+        elif self.is_observed is False and self.training.trains:
+            step = functools.partial(self.training.step_inside_the_backward_pass, way)
+            if kind and not self.bad_gradients_reach_the_base:
+                self.parameter(place).grad.view(-1)[0] = torch.tensor(BAD[kind], dtype=torch.float64)
+                self.step_on_bad_gradients(step)
+            else:
+                self.learn(step)
+            assert all(p.grad is None for p in self.training.params if p.requires_grad)
 
     @precondition(lambda self: self.training.trains)
     @rule(when=st.sampled_from(FAILURES), seed=seeds)

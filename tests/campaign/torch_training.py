@@ -74,6 +74,24 @@ class Training:
             grad = size * (slope + noise * random(p.shape, slope.dtype, generator))
             p.grad = grad.to(p.dtype)
 
+    def step_inside_the_backward_pass(self, way):
+        """A step with the gradients that are there, each taken when it comes."""
+        trained = [p for p in self.params if p.requires_grad]
+        if way == "hooks":
+            loss = sum((p * p.grad.conj()).real.sum() for p in trained)  # whose gradients are these
+            self.optimizer.zero_grad()
+            self.optimizer.step_in_backward()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.step_in_backward(enabled=False)
+        elif way == "step_parameter":
+            for p in trained:
+                self.optimizer.step_parameter(p)
+            self.optimizer.step()
+        else:  # the last one ends the step
+            for p in trained:
+                self.optimizer.step_param(p)
+
     def new_parameter(self, seed):
         generator = torch.Generator().manual_seed(seed)
         return torch.nn.Parameter(random(self.base.shapes[seed % 2], self.dtype, generator))

@@ -194,6 +194,13 @@ def test_the_papers_first_scale_is_s_init():
     assert total_scale(play(TunerConfig.paper(), [sums], tuners=1), np).item() == pytest.approx(1e-8, rel=1e-6)
 
 
+@pytest.mark.parametrize(("unit_of_x", "unit_of_delta"), [(1.0, 1.0), (1e-6, 1e3), (0.0, 1e-8)])
+def test_a_warm_start_begins_at_the_rate_that_was_given(unit_of_x, unit_of_delta):
+    sums = np.array([[-unit_of_delta, 0.0, 1.0, unit_of_x**2, unit_of_delta**2]])
+    state = play(TunerConfig.starting_at(0.003), [sums], tuners=1)
+    assert total_scale(state, np).item() == pytest.approx(0.003)
+
+
 def test_the_scale_stays_within_its_bounds_from_the_first_step_on():
     rng = np.random.default_rng(0)
     bounds = TunerConfig(min_lr=0.003, max_lr=0.02)

@@ -1,9 +1,11 @@
 """A small real task: scikit-learn's digits and an MLP."""
 
 import functools
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 from mechanic.tuner import TunerState
@@ -11,8 +13,9 @@ from mechanic.tuner import TunerState
 
 @functools.cache
 def digits(dtype=torch.float32):
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images / 16, dtype=dtype), torch.tensor(labels)
+    # Its file, not load_digits(): the import takes 2 s, and many processes of the tests need nothing else of it.
+    rows = np.loadtxt(Path(find_spec("sklearn").origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    return torch.tensor(rows[:, :-1] / 16, dtype=dtype), torch.tensor(rows[:, -1].astype(int))
 
 
 def mlp(*, hidden=32, bias=True, dtype=torch.float32, seed=0):

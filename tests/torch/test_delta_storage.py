@@ -452,11 +452,14 @@ def test_own_iterates(delta):
     assert losses[delta] <= 1.3 * losses[None]
 
 
-def test_the_kernels_for_gpus_leave_it_to_the_eager_ones(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "taken"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.float64, False)]
+)
+def test_the_kernels_for_gpus_take_it_but_for_float64(monkeypatch, dtype, taken):
     monkeypatch.setenv("MECHANIC_KERNELS", "triton")
-    for delta, taken in ((None, True), ("int8", False)):
-        base = SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
-        base.param_groups[0]["params"][0].grad = torch.ones(3)
+    for delta in (torch.bfloat16, "int8"):
+        base = SGD([torch.nn.Parameter(torch.ones(3, dtype=dtype))], lr=1.0)
+        base.param_groups[0]["params"][0].grad = torch.ones(3, dtype=dtype)
         wrapped = Mechanic(base, delta=delta)._wrapped
         assert gpu.takes(wrapped.reduction_and_buckets()[1], step_eagerly) == taken
 

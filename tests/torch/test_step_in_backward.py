@@ -337,6 +337,23 @@ def test_a_frozen_one_steps_in_the_backward_pass(base):
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
+def test_a_frozen_one_tells_the_learning_rate_of_groups_without_a_gradient_as_well():
+    model = mlp()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 1.0, "tuner": "first"}, {"params": others, "tuner": "others"}]
+    optimizer = Mechanic(torch.optim.AdamW(groups, lr=0.5))
+    train(model, optimizer, 5)
+    optimizer.freeze()
+    scales = optimizer.scales()
+    optimizer.step_in_backward()
+    first.requires_grad_(False)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    backward(model, 5)
+    optimizer.step()
+    assert optimizer.learning_rates() == {name: scale / 2 for name, scale in scales.items()}
+
+
 @some_wait
 def test_freezing_in_the_middle_keeps_stepping_in_the_backward_pass():
     model, optimizer = wrapped_mlp()

@@ -32,7 +32,7 @@ from mechanic.torch.probe import steps_one_by_one
 from mechanic.torch.shards import Reduction, require_final_gradients
 from mechanic.torch.step import remember, require_all_gradients, sum_by_tuner, tune
 from mechanic.torch.stored import PART, StoredBucket, noises_of
-from mechanic.torch.tuners import rows_of
+from mechanic.torch.tuners import remember_rates, rows_of
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, total_scale
 
@@ -146,7 +146,9 @@ class Arrivals:
                 self.take(p)  # if it has no hook
             step, self._step = self._step, None
             self._step_waiting(step)
-            if not self._wrapped.is_frozen:
+            if self._wrapped.is_frozen:
+                remember_rates(self._wrapped.groups)  # of those without a gradient, too
+            else:
                 self._finish(step)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
 

@@ -66,7 +66,9 @@ def buckets_of(
                 own = in_own_dtype and decays is not None and p.dtype == torch.bfloat16
                 stored = not frozen and is_stored(p.dtype, delta)
                 options: dict[str, Any] = {"own_iterates": own_iterates, "steps_on_delta": decays is not None}
-                bucket = StoredBucket(*key, **options, in_own_dtype=own) if own or stored else Bucket(*key, **options)
+                if own or stored:
+                    options |= {"in_own_dtype": own, "stored_in": dtype_of_delta(p.dtype, delta)}
+                bucket = (StoredBucket if own or stored else Bucket)(*key, **options)
                 buckets[key] = bucket
             bucket.params.append(p)
             bucket.mechanic_state.append(mechanic_state_of(p, kept, frozen=frozen, delta=delta) if moves else {})

@@ -28,7 +28,7 @@ def step(wrapped: Wrapped[Any]) -> None:
     if not buckets and reduction.group is None:
         return
     if gpu.takes(buckets, step_eagerly):
-        gpu.step(wrapped, reduction, buckets)
+        gpu.step(wrapped, reduction, buckets, step_eagerly)
     else:
         step_eagerly(wrapped, reduction, buckets)
 

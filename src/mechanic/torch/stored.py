@@ -101,6 +101,7 @@ class StoredBucket(Bucket):
     """
 
     in_own_dtype: bool = False
+    stored_in: torch.dtype = torch.float32  # Delta
     numbers: list[int] = field(default_factory=list)  # of the parameters, for rounding
 
     @property

@@ -30,6 +30,7 @@ TYPES = {
     "bf16": {"XT": tl.bfloat16, "GT": tl.bfloat16, "HALF": True},
     "fp16": {"XT": tl.float16, "GT": tl.float16, "HALF": True},
 }
+STORED = {"Delta bf16": tl.bfloat16, "Delta int8": tl.int8}
 RULES = {  # and how many tensors of the base they read and write
     "SGD": 0,
     "MOMENTUM": 1,
@@ -60,11 +61,14 @@ def kernels():
     for name, types in TYPES.items():
         half = types["HALF"]
         without = {key: value for key, value in types.items() if key != "HALF"}
-        cases[f"five_sums {name}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, without, (3, 0)
+        in_float32 = {"DT": tl.float32, "BT": tl.float32}
+        sums = {**without, "DT": tl.float32}
+        cases[f"five_sums {name}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, sums, (3, 0)
         for rule, slots in RULES.items():
-            constants = {"RULE": getattr(columns, rule), "SLOTS": slots, "COUNTS": rule == "ADAM", **types}
+            of_rule = {"RULE": getattr(columns, rule), "SLOTS": slots, "COUNTS": rule == "ADAM"}
+            constants = {**of_rule, **types, **in_float32}
             cases[f"step {rule} {name}"] = programs.step, tuned, constants, (3 + slots + half, 2 + slots + half)
-        constants = {"RULE": columns.ADAM, "SLOTS": 2, "COUNTS": False, **types}
+        constants = {"RULE": columns.ADAM, "SLOTS": 2, "COUNTS": False, **types, **in_float32}
         cases[f"step ADAM, counted on the host, {name}"] = programs.step, tuned, constants, (5 + half, 4 + half)
         for lends_delta in (False,) if half else (False, True):
             kind = "Delta" if lends_delta else "copies"
@@ -73,6 +77,21 @@ def kernels():
             of_move = (2, 1) if lends_delta else (3 + half, 2 + half)
             cases[f"lend {kind} {name}"] = around.lend, tuned, constants, of_lend
             cases[f"move {kind} {name}"] = around.move, tuned, constants, of_move
+        for kind, stored_in in STORED.items():
+            # With Delta in fewer bytes, 16 bytes at a time are asked of the other lists; in int8, of those in float32.
+            narrow = half and stored_in == tl.int8
+            sums = {**without, "DT": stored_in}
+            lists = (0 if narrow else 2, 0)
+            cases[f"five_sums {name}, {kind}"] = programs.five_sums, {**WORDS, "parts": "*fp64"}, sums, lists
+            for rule, slots in RULES.items():
+                constants = {"RULE": getattr(columns, rule), "SLOTS": slots, "COUNTS": rule == "ADAM", **types}
+                constants |= {"DT": stored_in, "BT": tl.float32}
+                lists = (slots, slots) if narrow else (2 + slots + half, 1 + slots + half)
+                cases[f"step {rule} {name}, {kind}"] = programs.step, tuned, constants, lists
+                if name == "bf16" and rule in ("SGD", "MOMENTUM", "ADAM"):
+                    constants = {**constants, "BT": tl.bfloat16}
+                    lists = (0, 0) if narrow else lists
+                    cases[f"step {rule} {name}, {kind}, state bf16"] = programs.step, tuned, constants, lists
     arrays = {"words": "*i64", "parts": "*fp64", "sums": "*fp64"}
     cases["add"] = tuning.add, {**arrays, "rest": "i32", "spans": "i32"}, {"RED": REDUCED}, None
     signature = {**arrays, "grad_sqs": "*fp64", "tuned": "*fp64", "T": "i32", "rest": "i32", "spans": "i32"}
@@ -82,17 +101,18 @@ def kernels():
 
 
 def build(kernel, signature, constants, target):
-    names = kernel.arg_names
+    names, is_amd = kernel.arg_names, target.startswith("gfx")
     if "CHUNK" in names:
         is_half = constants["XT"] != tl.float32
-        constants = {**constants, **sizes(half=is_half, amd=target.startswith("gfx"))}
+        is_int8 = constants.get("DT") == tl.int8
+        constants = {**constants, **sizes(half=is_half, int8=is_int8, amd=is_amd)}
     types = {name: signature.get(name, "constexpr") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
     source = ASTSource(kernel, signature=types, constexprs=fixed, attrs=aligned)
-    compiled = triton.compile(source, target=TARGETS[target], options=options(amd=target.startswith("gfx")))
+    compiled = triton.compile(source, target=TARGETS[target], options=options(constants, amd=is_amd))
     asm = compiled.asm
-    return _of_amd(asm["amdgcn"]) if target.startswith("gfx") else _of_nvidia(asm["ptx"], asm["cubin"])
+    return _of_amd(asm["amdgcn"]) if is_amd else _of_nvidia(asm["ptx"], asm["cubin"])
 
 
 def _of_amd(code):

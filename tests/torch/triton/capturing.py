@@ -13,12 +13,13 @@ from tests.torch.triton.forcing import counted, using
 class Graph:
     """Two models that are stepped alike; in between, the second one's steps are told to be captured."""
 
-    def __init__(self, make=optim.AdamW, **options):
+    def __init__(self, make=optim.AdamW, delta=None, **options):
         torch.manual_seed(0)
         start = [torch.randn(33), torch.randn(4, 5)]
         self.params = [[torch.nn.Parameter(x.clone()) for x in start] for _ in range(2)]
         self.optimizers = [
-            Mechanic(make(params, lr=torch.tensor(0.5), foreach=False, **options)) for params in self.params
+            Mechanic(make(params, lr=torch.tensor(0.5), foreach=False, **options), delta=delta)
+            for params in self.params
         ]
         for p in (*self.params[0], *self.params[1]):
             p.grad = torch.zeros_like(p)
@@ -62,9 +63,9 @@ class Graph:
         return scales[0] == scales[1] and all(torch.equal(a, b) for a, b in pairs)
 
 
-def allowed():
+def allowed(delta=None):
     """What a captured step starts, whether the table stayed, and whether the steps were the same."""
-    with Graph() as graph:
+    with Graph(delta=delta) as graph:
         for number in range(3):
             graph.step(number)
         uploads, words, content = graph.table.uploads, graph.table.words, graph.table.words.clone()

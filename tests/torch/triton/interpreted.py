@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 
 import pytorch_optimizer
@@ -55,6 +56,7 @@ BASES = {
 }
 WHOLE = list(BASES)[:13]
 AROUND = list(BASES)[13:]
+BASES["AdamW fused"] = lambda groups: optim.AdamW(groups, lr=0.7, weight_decay=0.1, fused=True)
 
 
 class Course:
@@ -113,7 +115,12 @@ class Course:
             (before.state[a]["mechanic_delta"], after.state[b]["mechanic_delta"]) for a, b in pairs if a in before.state
         ]
         scales = [(float(a), float(b)) for a, b in zip(before.scales().values(), after.scales().values(), strict=True)]
+        differences = [self.differences(before.state[a], after.state[b]) for a, b in pairs if a in before.state]
         return {
+            "differing codes": sum(each[1] for each in differences) / max(1, sum(each[0] for each in differences)),
+            "beyond a millionth": sum(self.beyond(a, b) for a, b in pairs) / sum(a.numel() for a in eager),
+            "further apart": sum(each[2] for each in differences),
+            "delta scales": max((each[3] for each in differences), default=0.0),
             "params": max(self.distance(a, b) for a, b in pairs),
             "deltas": max(self.distance(a, b) for a, b in deltas),
             "scales": max(abs(a - b) / a if a else abs(b) for a, b in scales),
@@ -123,7 +130,24 @@ class Course:
             "same state": same_state(before, after),
         }
 
+    def beyond(self, a, b):
+        """How many elements are further apart than 1e-6 of the largest."""
+        return int(((a - b).detach().abs() > 1e-6 * self.largest.get(id(a), 1.0)).sum())
+
+    def differences(self, before, after):
+        """Of stored Deltas: all codes, how many differ, how many by more than one, and how far scales are apart."""
+        a, b = before["mechanic_delta"], after["mechanic_delta"]
+        if a.dtype == torch.float32:
+            return 0, 0, 0, 0.0
+        codes = [code.view(torch.int16) if code.dtype == torch.bfloat16 else code for code in (a, b)]
+        apart = (codes[0].int() - codes[1].int()).abs()
+        scales = [state.get("mechanic_delta_scales", torch.zeros(1)) for state in (before, after)]
+        largest = scales[0].abs().max().item() if a.numel() else 0.0
+        of_scales = (scales[0] - scales[1]).abs().max().item() / largest if largest else 0.0
+        return a.numel(), int((apart > 0).sum()), int((apart > 1).sum()), of_scales
+
     def distance(self, a, b):
+        a, b = (tensor.detach().float() if tensor.dtype == torch.int8 else tensor for tensor in (a, b))
         return (a - b).detach().abs().max().item() / self.largest.get(id(a), 1.0) if a.numel() else 0.0
 
 
@@ -250,7 +274,7 @@ def five_sums_error(size):
         table = Table(torch.device("cpu"))
         lists = {columns.X: [x], columns.G: [g], columns.D: [d]}
         numbers = [rules.numbers_around(1.0, 1.0, 0.0)]
-        table.fill([Listed(Kind(x.dtype, g.dtype), 0, lists, numbers, [None])], 1, lambda spans: ())
+        table.fill([Listed(Kind(x.dtype, g.dtype), 0, lists, numbers, [None], [0])], 1, lambda spans: ())
         found = launches.five_sums(table).sum(0)
     finally:
         columns.CHUNK, columns.BLOCK = sizes
@@ -311,15 +335,31 @@ def tune_error(config):
     return worst
 
 
-def reason_not_to_use(*, half, broken=False):
+def reason_not_to_use(*, half, stored_in=None, broken=False):
     """What the self-test says; with a broken kernel as well."""
     if broken:
         step, launches.step = launches.step, lambda table, tuned: step(table, tuned * 1.001)
     try:
-        return choice.reason_not_to_use(torch.device("cpu"), step_eagerly, half=half)
+        return choice.reason_not_to_use(torch.device("cpu"), step_eagerly, half=half, stored_in=stored_in)
     finally:
         if broken:
             launches.step = step
+
+
+@contextmanager
+def sizes_of_a_gpu():
+    sizes = columns.CHUNK, columns.BLOCK
+    columns.CHUNK, columns.BLOCK = 1 << 16, 1 << 10
+    try:
+        yield
+    finally:
+        columns.CHUNK, columns.BLOCK = sizes
+
+
+def long_and_stored(base, **options):
+    """A tensor of several chunks, rows and blocks, with a remainder of each; and short ones."""
+    with sizes_of_a_gpu():
+        return Course(base, shapes=[((1 << 16) + 1024 + 7,), (3,), (), (300, 3)], **options).run(4).errors()
 
 
 def with_bad_gradients(base, value, **options):
@@ -348,8 +388,8 @@ def with_missing_gradients(base, **options):
     return course.run().errors()
 
 
-def with_observations(base):
-    course = Course(base)
+def with_observations(base, **options):
+    course = Course(base, **options)
     for index in range(5):
         if index != 2:
             course.step(index, "observe")
@@ -357,7 +397,7 @@ def with_observations(base):
     return course.errors()
 
 
-def in_other_layouts(base):
+def in_other_layouts(base, **options):
     """Parameters in channels_last, with gaps, complex, in float64 and unaligned, and a gradient with other strides."""
     course = Course(base, shapes=[(2, 3, 4, 5), (6, 7), (5,), (6,), (301,), (8, 9)])
     for params in course.params:
@@ -371,7 +411,7 @@ def in_other_layouts(base):
         params[5].grad = params[5].grad.T.contiguous().T
 
     course.before_step = turn
-    course.optimizers = [Mechanic(BASES[base](params)) for params in course.params]
+    course.optimizers = [Mechanic(BASES[base](params), **options) for params in course.params]
     return course.run().errors()
 
 
@@ -387,20 +427,20 @@ def in_half_precision(base, dtype, **options):
     return course.run().errors()
 
 
-def with_several_tuners(base):
-    course = Course(base, groups=2, per_group=True)
+def with_several_tuners(base, **options):
+    course = Course(base, groups=2, per_group=True, **options)
     for optimizer in course.optimizers:
         optimizer.param_groups[1]["lr"] *= 0.25
     return course.run().errors()
 
 
-def changing_kernels(first, base):
+def changing_kernels(first, base, **options):
     """Train with one, go on from its checkpoint with the other; against one that is eager all the time."""
-    course = Course(base)
+    course = Course(base, **options)
     course.kernels = ("eager", first)
     course.run(3)
     state = copy.deepcopy(course.optimizers[1].state_dict())
-    course.optimizers[1] = Mechanic(BASES[base](course.params[1]))
+    course.optimizers[1] = Mechanic(BASES[base](course.params[1]), **options)
     course.optimizers[1].load_state_dict(state)
     course.kernels = ("eager", "triton" if first == "eager" else "eager")
     return course.run(2).errors()

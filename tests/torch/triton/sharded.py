@@ -16,14 +16,14 @@ from tests.torch.triton.forcing import counted, using
 SHAPES = [(7, 40), (3,), (1, 5)]  # the second rank holds fewer rows, or none
 
 
-def course(kernels, mesh):
+def course(kernels, mesh, delta=None):
     torch.manual_seed(0)
     placements = [Shard(0), Replicate(), Shard(0)]
     params = [
         torch.nn.Parameter(distribute_tensor(torch.randn(shape), mesh, [placement]))
         for shape, placement in zip(SHAPES, placements, strict=True)
     ]
-    optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, weight_decay=0.1))
+    optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, weight_decay=0.1), delta=delta)
     for _ in range(5):
         for p in params:
             p.grad = distribute_tensor(torch.randn(p.shape) + 0.3, mesh, p.placements)
@@ -45,6 +45,10 @@ def main(rank, port):
     assert scale > 0
     assert abs(scale - found_scale) <= 1e-6 * scale
     assert started == ["five_sums", "add", "tune", "step"]
+    eager, found = (course(kernels, mesh, "int8")[0] for kernels in ("eager", "triton"))
+    assert all(torch.equal(a, b) for a, b in zip(eager[len(SHAPES) :], found[len(SHAPES) :], strict=True))  # codes
+    worst = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(eager, found, strict=True))
+    assert worst <= 1e-6, worst
     dist.destroy_process_group()
 
 

@@ -9,10 +9,15 @@ pytestmark = needs_triton
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 MOST_REGISTERS = 96
 
-KERNELS = "five_sums bf16", "tune", "add", "step ADAM bf16", "lend copies bf16", "move copies bf16"
+KERNELS = (
+    *("five_sums bf16", "tune", "add", "step ADAM bf16", "lend copies bf16", "move copies bf16"),
+    *("five_sums fp32, Delta int8", "step ADAM fp32, Delta int8", "step ADAM bf16, Delta int8, state bf16"),
+)
 ON_ONE_TARGET = (
     *("five_sums fp32", "step ADAM fp32", "step MOMENTUM fp32", "step SGD fp32", "step LION fp32", "step NADAM fp32"),
     *("step RMSPROP fp32", "step RMSPROP_MOMENTUM fp32", "step ADAGRAD fp32"),
+    *("five_sums fp32, Delta bf16", "step ADAM fp32, Delta bf16", "step SGD bf16, Delta int8, state bf16"),
+    *("step MOMENTUM bf16, Delta bf16, state bf16", "step LION bf16, Delta int8", "step NADAM fp16, Delta int8"),
     *("lend Delta fp32", "move Delta fp32", "lend copies fp32", "move copies fp32"),
 )
 

@@ -19,8 +19,9 @@ def interpreter():
         yield lambda name, *arguments: run(_call, name, *arguments)
 
 
-def test_a_captured_step_is_three_launches_over_a_table_that_stays(interpreter):
-    started, stays, is_kept, same = interpreter("allowed")
+@pytest.mark.parametrize("delta", [None, "int8"])
+def test_a_captured_step_is_three_launches_over_a_table_that_stays(interpreter, delta):
+    started, stays, is_kept, same = interpreter("allowed", delta)
     assert started == ["five_sums", "tune", "step"]
     assert stays
     assert is_kept

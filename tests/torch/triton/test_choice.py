@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from mechanic.torch.gpu import choice
+from mechanic.torch.stored import StoredBucket
 
 CUDA = torch.device("cuda", 0)
 
 
 def bucket(device=CUDA, dtype=torch.float32, sharded=False):
     return SimpleNamespace(device=torch.device(device), dtype=dtype, sharded=sharded)
+
+
+def stored(stored_in):
+    flags = {"sharded": False, "has_grad": True, "moves": True}
+    return StoredBucket(0, 1.0, 1.0, CUDA, torch.float32, decay=0.0, stored_in=stored_in, **flags)
 
 
 @pytest.fixture
@@ -49,6 +55,15 @@ def test_half_precision_is_tried_by_itself(with_triton):
     with_triton += [None, None]
     assert choice.takes([bucket()], eager=None)
     assert choice.takes([bucket(), bucket(dtype=torch.bfloat16)], eager=None)
+    assert with_triton == []
+
+
+def test_stored_deltas_are_tried_by_themselves(with_triton):
+    with_triton += [None, None, None]
+    assert choice.takes([bucket()], eager=None)
+    for stored_in in (torch.bfloat16, torch.int8):
+        assert choice.takes([stored(stored_in)], eager=None)
+        assert choice.takes([stored(stored_in)], eager=None)
     assert with_triton == []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mechanic.torch.gpu.access import _list, _load, _store, _store_value, _value
 from mechanic.torch.gpu.programs import (
     AFTER,
     BEFORE,
@@ -30,14 +31,9 @@ from mechanic.torch.gpu.programs import (
     X,
     _count,
     _count_in,
-    _list,
-    _load,
     _number,
     _record,
     _start,
-    _store,
-    _store_value,
-    _value,
     _whole,
 )
 

@@ -7,12 +7,13 @@ tensors share, then what `tune` needs. Addresses are 0 where there is no such te
 from __future__ import annotations
 
 # The record of a tensor.
-X, G, D, M, V, R, STEP, LR_AT = range(8)
-"""Addresses: parameter, gradient, Delta, two tensors of the base, residual, step counter, and learning rate if that is
-a tensor. Around a base, M is what the base steps on and V the gradient in float32 that it sees.
+X, G, D, M, V, R, DELTA_SCALES, STEP, LR_AT = range(9)
+"""Addresses: parameter, gradient, Delta, two tensors of the base, residual, Delta's scales in int8, step counter, and
+learning rate if that is a tensor. Around a base, M is what the base steps on and V the float32 gradient that it sees.
 """
-NUMEL, TUNER, NUMBERS, QUICK = range(8, 12)  # QUICK: all lists are there and aligned, so accesses need no masks
-RECORD = 12
+NUMEL, TUNER, NUMBERS, QUICK, PLACE = range(9, 14)
+"""QUICK: all lists are there and aligned, so accesses need no masks. PLACE: a stored Delta is rounded by it."""
+RECORD = 14
 
 # A row of numbers.
 SIGN, WEIGHT, LR, DECAY, L2, OWN = range(6)
@@ -28,9 +29,9 @@ one that counts as 1."""
 GROUP = 5
 
 # What `tune` leaves for the others, by tuner, in float64.
-SCALE, CHANGE, RETENTION, FINITE, BEFORE, AFTER = range(6)
-"""S / k, S' - S / k, k, whether the gradients are finite, S, S'."""
-TUNED = 6
+SCALE, CHANGE, RETENTION, FINITE, BEFORE, AFTER, STEPS = range(7)
+"""S / k, S' - S / k, k, whether the gradients are finite, S, S', and the number of the step for rounding."""
+TUNED = 7
 
 # The rules that `step` knows.
 SGD, MOMENTUM, ADAM, NADAM, LION, RMSPROP, RMSPROP_MOMENTUM, ADAGRAD = range(8)
@@ -39,7 +40,8 @@ CHUNK = 1 << 16
 """Elements of one program, as in torch's own kernels over lists."""
 
 BLOCK = 1 << 10
-"""Elements that a program works on at once. On AMD it is twice as many in half precision, for 16-byte accesses."""
+"""Elements that a program works on at once. On AMD it is twice as many in half precision, for 16-byte accesses, unless
+Delta is in int8: the registers would not do."""
 
 SMALL = 1 << 8
 """The same for blocks with masks."""

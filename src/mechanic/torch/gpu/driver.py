@@ -2,12 +2,12 @@
 
 Measure, tune, step: three launches if the kernels know the base's rule. Any other base steps by itself between two
 more: ``lend`` prepares what it steps on, ``move`` scales what it did. The first step of a parameter is made this way in
-any case, so that the base makes its own state.
+any case, so that the base makes its own state. Of stored Deltas, such steps are left to the eager kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from mechanic.torch.gpu.listing import Rate, list_around, list_whole, rates_of, 
 from mechanic.torch.gpu.rules import Rule, count_steps, rules_of
 from mechanic.torch.gpu.table import Span, Table
 from mechanic.torch.gpu.taken import Taken, divide
+from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.private import mark_as_stepped
 from mechanic.torch.shards import Reduction
+from mechanic.torch.stored import StoredBucket
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS
 
@@ -52,9 +54,12 @@ class _Work:
         return [*self.taken, *self.left]
 
 
-def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> None:
-    """See :func:`mechanic.torch.step.step`."""
+def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket], eager: Callable[..., None]) -> None:
+    """See :func:`mechanic.torch.step.step`. The kernels do not lend stored Deltas to a base: ``eager`` does it then."""
     work = _prepare(wrapped, buckets, steps=True)
+    if work is None:
+        eager(wrapped, reduction, buckets)
+        return
     summed = parts = None
     if wrapped.skip_nonfinite or wrapped.observed is not None or work.left or reduction.group is not None:
         summed = _measure(wrapped, reduction, work)  # something has to be done with the sums before they tune
@@ -77,11 +82,13 @@ def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket]) -> 
 
 def observe(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
     """See :func:`mechanic.torch.step.observe`."""
-    sums = _local_sums(_prepare(wrapped, buckets, steps=False))
-    wrapped.keep_observed(sums)
+    work = _prepare(wrapped, buckets, steps=False)
+    assert work is not None, "nothing is lent"
+    wrapped.keep_observed(_local_sums(work))
 
 
-def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _Work:
+def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _Work | None:
+    """None if the base has to step by itself, and Deltas are stored."""
     device, groups = buckets[0].device, wrapped.groups
     is_captured = capture.is_capturing(groups)
     taken, left = divide(buckets, device)
@@ -93,6 +100,8 @@ def _prepare(wrapped: Wrapped[Any], buckets: list[Bucket], *, steps: bool) -> _W
         work.rules = rules_of(wrapped.base)
         listed = None if work.rules is None else list_whole(wrapped.base, taken, work.rules, work.rates)
     if listed is None:
+        if steps and any(isinstance(bucket, StoredBucket) for bucket in buckets):
+            return None
         if is_captured:
             capture.refuse(_STEPS_BY_ITSELF)
         work.rules = None
@@ -169,4 +178,5 @@ def _step_around(wrapped: Wrapped[Any], work: _Work, tuned: Tensor) -> None:
 
 def _scaling(tuned: Tensor) -> Scaling:
     of_columns = tuned.unbind(-1)
-    return Scaling(of_columns[columns.BEFORE], of_columns[columns.AFTER], of_columns[columns.RETENTION])
+    scales = of_columns[columns.BEFORE], of_columns[columns.AFTER], of_columns[columns.RETENTION]
+    return Scaling(*scales, Noises(of_columns[columns.STEPS]))

@@ -32,7 +32,7 @@ def launch(name: str, count: int, device: torch.device, *arguments: Any, **const
     """Start ``count`` programs of a kernel."""
     if count:
         with _on(device):
-            programs()[name][(count,)](*arguments, **constants, **options(amd=IS_AMD))
+            programs()[name][(count,)](*arguments, **constants, **options(constants, amd=IS_AMD))
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -44,7 +44,7 @@ def five_sums(table: Table) -> Tensor:
     parts = torch.empty(table.programs, 5, dtype=torch.float64, device=table.device)
     for span in table.spans:
         constants = {key: value for key, value in _constants(span.kind).items() if key != "HALF"}
-        _launch_over(table, span, "five_sums", parts[span.first :], **constants)
+        _launch_over(table, span, "five_sums", parts[span.first :], DT=_type(span.kind.delta_dtype), **constants)
     return parts
 
 
@@ -89,7 +89,8 @@ def step(table: Table, tuned: Tensor) -> None:
     """The base's step and Mechanic's. ``tuned``, [tuners, TUNED], is what `tune` left."""
     for span in table.spans:
         rule = {"RULE": span.kind.rule, "SLOTS": span.kind.slots, "COUNTS": span.kind.counts}
-        _launch_over(table, span, "step", tuned, **rule, **_constants(span.kind))
+        types = {"DT": _type(span.kind.delta_dtype), "BT": _type(span.kind.base_dtype)}
+        _launch_over(table, span, "step", tuned, **rule, **types, **_constants(span.kind))
 
 
 def lend(table: Table, tuned: Tensor, *, lends_delta: bool, offset: bool) -> None:
@@ -112,18 +113,29 @@ def _launch_over(table: Table, span: Span, name: str, data: Tensor, **constants:
 
 
 def _constants(kind: Kind) -> dict[str, Any]:
+    types = {"XT": _type(kind.dtype), "GT": _type(kind.grad_dtype)}
+    return {**types, "HALF": kind.is_half, **sizes(half=kind.is_half, int8=kind.delta_dtype == torch.int8)}
+
+
+def _type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
-    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return {"XT": types[kind.dtype], "GT": types[kind.grad_dtype], "HALF": kind.is_half, **sizes(half=kind.is_half)}
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def sizes(*, half: bool, amd: bool = IS_AMD) -> dict[str, int]:
+def sizes(*, half: bool, int8: bool = False, amd: bool = IS_AMD) -> dict[str, int]:
     """How many elements are worked on at once."""
-    block = columns.BLOCK * (2 if amd and half else 1)
+    block = columns.BLOCK * (2 if amd and half and not int8 else 1)
     return {"CHUNK": columns.CHUNK, "BLOCK": block, "SMALL": columns.SMALL}
 
 
-def options(*, amd: bool) -> dict[str, Any]:
-    """How the kernels are compiled. Five waves leave 96 registers to each."""
-    return {"num_warps": 4, "enable_fp_fusion": True, **({"waves_per_eu": 5} if amd else {})}
+def options(constants: dict[str, Any], *, amd: bool) -> dict[str, Any]:
+    """How a kernel is compiled. Five waves leave 96 registers to each.
+
+    NVIDIA's compiler keeps to as many by itself, but not with state and stored Deltas. There it takes more, or spills
+    although it has enough.
+    """
+    registers = {"waves_per_eu": 5} if amd else {}
+    if not amd and constants.get("SLOTS") and str(constants["DT"]) != "fp32":
+        registers = {"maxnreg": 96 if constants["SLOTS"] == 2 else 80}
+    return {"num_warps": 4, "enable_fp_fusion": True, **registers}

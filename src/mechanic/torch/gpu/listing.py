@@ -39,10 +39,11 @@ def rates_of(groups: list[Group], device: torch.device) -> list[Rate]:
 def list_around(bucket: Taken) -> Listed:
     """A bucket for a base that steps by itself."""
     lists = bucket.lists()
-    kind = Kind(bucket.dtype, lists[columns.G][0].dtype if columns.G in lists else bucket.dtype)
+    grad_dtype = lists[columns.G][0].dtype if columns.G in lists else bucket.dtype
+    kind = Kind(bucket.dtype, grad_dtype, delta_dtype=bucket.stored_in)
     count = len(bucket.params)
     numbers = numbers_around(bucket.sign, bucket.weight, bucket.decay)
-    return Listed(kind, bucket.row, lists, [numbers] * count, [None] * count)
+    return Listed(kind, bucket.row, lists, [numbers] * count, [None] * count, bucket.numbers)
 
 
 def list_whole(base: Any, buckets: Sequence[Taken], rules: list[Rule], rates: list[Rate]) -> list[Listed] | None:
@@ -60,7 +61,7 @@ def list_whole(base: Any, buckets: Sequence[Taken], rules: list[Rule], rates: li
             progress: tuple[float, ...] = ()
             if bucket.has_grad:
                 state = base.state.get(p, {})
-                of_base = _of_base(tensors[columns.X], state, rule, sharded=bucket.sharded)
+                of_base = _of_base(tensors[columns.X], state, rule, bucket.base_dtype, sharded=bucket.sharded)
                 if of_base is None:
                     return None
                 tensors.update(of_base)
@@ -68,24 +69,26 @@ def list_whole(base: Any, buckets: Sequence[Taken], rules: list[Rule], rates: li
             key = use, bucket.sign, bucket.weight, *progress
             if key not in known:
                 known[key] = _numbers(rule, group, rate, bucket, progress)
-            kind = Kind(bucket.dtype, grad_dtype, rule.number, len(rule.state), columns.STEP in tensors)
+            of_rule = rule.number, len(rule.state), columns.STEP in tensors
+            kind = Kind(bucket.dtype, grad_dtype, *of_rule, bucket.stored_in, bucket.base_dtype)
             part = parts.setdefault(
-                (kind, bucket.row, *tensors), Listed(kind, bucket.row, {column: [] for column in tensors}, [], [])
+                (kind, bucket.row, *tensors), Listed(kind, bucket.row, {column: [] for column in tensors}, [], [], [])
             )
             for column, tensor in tensors.items():
                 part.lists[column].append(tensor)
             part.numbers.append(known[key])
             part.rates.append(rate if isinstance(rate, Tensor) else None)
+            part.places.append(bucket.numbers[index])
     return list(parts.values())
 
 
-def _of_base(x: Tensor, state: Any, rule: Rule, *, sharded: bool) -> dict[int, Tensor] | None:
+def _of_base(x: Tensor, state: Any, rule: Rule, dtype: torch.dtype, *, sharded: bool) -> dict[int, Tensor] | None:
     """What the base keeps of a parameter, by column; None if the kernels cannot work on it as it is."""
     counter = state.get("step")
     if any(name not in state for name in rule.state) or (rule.counts_steps and not isinstance(counter, Tensor)):
         return None
     kept = locals_of([state[name] for name in rule.state], sharded=sharded)
-    fits = all(tensor.dtype == torch.float32 and tensor.device == x.device for tensor in kept)
+    fits = all(tensor.dtype == dtype and tensor.device == x.device for tensor in kept)
     if not (fits and are_alike((x, *kept))):
         return None
     of_base = dict(zip((columns.M, columns.V), kept, strict=False))

@@ -7,12 +7,12 @@ alignment or a Delta, take small masked blocks.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 from mechanic.torch.gpu import columns
+from mechanic.torch.gpu.access import _list, _load, _narrow, _store, _store_value, _value
+from mechanic.torch.gpu.encoding import SHARING, _load_delta, _store_rounded
 
 X = tl.constexpr(columns.X)
 G = tl.constexpr(columns.G)
@@ -20,11 +20,13 @@ D = tl.constexpr(columns.D)
 M = tl.constexpr(columns.M)
 V = tl.constexpr(columns.V)
 R = tl.constexpr(columns.R)
+DELTA_SCALES = tl.constexpr(columns.DELTA_SCALES)
 STEP = tl.constexpr(columns.STEP)
 NUMEL = tl.constexpr(columns.NUMEL)
 TUNER = tl.constexpr(columns.TUNER)
 NUMBERS = tl.constexpr(columns.NUMBERS)
 QUICK = tl.constexpr(columns.QUICK)
+PLACE = tl.constexpr(columns.PLACE)
 RECORD = tl.constexpr(columns.RECORD)
 SIGN = tl.constexpr(columns.SIGN)
 WEIGHT = tl.constexpr(columns.WEIGHT)
@@ -40,6 +42,7 @@ RETENTION = tl.constexpr(columns.RETENTION)
 FINITE = tl.constexpr(columns.FINITE)
 BEFORE = tl.constexpr(columns.BEFORE)
 AFTER = tl.constexpr(columns.AFTER)
+STEPS = tl.constexpr(columns.STEPS)
 TUNED = tl.constexpr(columns.TUNED)
 SGD = tl.constexpr(columns.SGD)
 MOMENTUM = tl.constexpr(columns.MOMENTUM)
@@ -49,9 +52,6 @@ LION = tl.constexpr(columns.LION)
 RMSPROP = tl.constexpr(columns.RMSPROP)
 RMSPROP_MOMENTUM = tl.constexpr(columns.RMSPROP_MOMENTUM)
 ADAGRAD = tl.constexpr(columns.ADAGRAD)
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-BFLOAT16_EPS = tl.constexpr(0.0078125)
 
 # Where in its tensor a program is.
 
@@ -84,67 +84,8 @@ def _whole(record, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _list(record, column: tl.constexpr, start, DTYPE: tl.constexpr):
-    return tl.load(record + column).to(tl.pointer_type(DTYPE)) + start
-
-
-@triton.jit
 def _number(row, column: tl.constexpr):
     return tl.load(row + column).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _load(p, i, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(p + i, mask, 0.0)
-    else:
-        # An address from memory is unknown to the compiler: without this it would load one number at a time.
-        return tl.load(tl.multiple_of(p + i, 16))
-
-
-@triton.jit
-def _store(p, i, value, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(p + i, value, mask)
-    else:
-        tl.store(tl.multiple_of(p + i, 16), value)
-
-
-# Half precision, as in mechanic.torch.kernels.rounding.
-
-
-@triton.jit
-def _narrow(a, DTYPE: tl.constexpr):
-    """Round to nearest even. Triton's interpreter truncates to bfloat16, which devices do not, so it rounds by bits."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
-        bits = a.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
-        a = tl.where(a == a, rounded, a)
-    return a.to(DTYPE)
-
-
-@triton.jit
-def _value(x, r, i, mask, XT: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr):
-    stored = _load(x, i, mask, MASKED)
-    value = stored.to(tl.float32)
-    if HALF:
-        whole = value + _load(r, i, mask, MASKED).to(tl.float32)
-        value = tl.where(_narrow(whole, XT) == stored, whole, value)
-    return value
-
-
-@triton.jit
-def _store_value(x, r, i, value, mask, XT: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr):
-    if HALF:
-        low = _narrow(value, XT)
-        wide = low.to(tl.float32)
-        rest = _narrow(value - wide, tl.bfloat16)
-        seen = _narrow(rest.to(tl.float32) + wide, XT)
-        shorter = _narrow(rest.to(tl.float32) * (1 - BFLOAT16_EPS), tl.bfloat16)
-        _store(x, i, low, mask, MASKED)
-        _store(r, i, tl.where(seen != low, shorter, rest), mask, MASKED)
-    else:
-        _store(x, i, value, mask, MASKED)
 
 
 # The five sums.
@@ -152,8 +93,8 @@ def _store_value(x, r, i, value, mask, XT: tl.constexpr, HALF: tl.constexpr, MAS
 
 @triton.jit(do_not_specialize=["T"])
 def five_sums(
-    words, where, parts, T, XT: tl.constexpr, GT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    SMALL: tl.constexpr,
+    words, where, parts, T, XT: tl.constexpr, GT: tl.constexpr, DT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """The columns of :data:`mechanic.tuner.SUMS` of every chunk, weighted; parts [programs, 5] float64."""
     record = _record(words, where)
@@ -162,14 +103,15 @@ def five_sums(
     whole = _whole(record, count, BLOCK)
     x = _list(record, X, start, XT)
     g = _list(record, G, start, GT)
-    d = _list(record, D, start, tl.float32)
+    d = _list(record, D, start, DT)
+    scales = _list(record, DELTA_SCALES, start // SHARING, tl.float32)
     lane = tl.arange(0, BLOCK)
     s0 = tl.zeros([BLOCK], tl.float32)
     s1, s2, s3, s4 = s0, s0, s0, s0
     for o in range(0, whole, BLOCK):
         a = _load(x, o + lane, None, False).to(tl.float32)
         b = _load(g, o + lane, None, False).to(tl.float32)
-        c = _load(d, o + lane, None, False)
+        c = _load_delta(d, scales, o, None, 0, BLOCK, DT, False)
         s0 += c * b
         s1 += c * a
         s2 += b * b
@@ -185,7 +127,7 @@ def five_sums(
         i = o + few
         a = _load(x, i, i < count, True).to(tl.float32)
         b = _load(g, i, i < with_g, True).to(tl.float32)
-        c = _load(d, i, i < with_d, True)
+        c = _load_delta(d, scales, o, i < with_d, with_d, SMALL, DT, True)
         t0 += c * b
         t1 += c * a
         t2 += b * b
@@ -205,8 +147,8 @@ def five_sums(
 
 
 @triton.jit
-def _rule(RULE: tl.constexpr, x, g, m, v, lr, decay, l2, n0, n1, n2, n3, n4, n5, n6, n7):
-    """The base's update u, and what it keeps."""
+def _rule(RULE: tl.constexpr, x, g, m, v, l2, n0, n1, n2, n3, n4, n5, n6, n7):
+    """The base's update u before lr and a decoupled weight decay, and what it keeps."""
     g = g + l2 * x
     if RULE == SGD:
         u = g
@@ -234,43 +176,54 @@ def _rule(RULE: tl.constexpr, x, g, m, v, lr, decay, l2, n0, n1, n2, n3, n4, n5,
             u = n5 * m / (n6 * tl.sqrt(v) + n4)
         else:  # NAdam: the factor of g, the correction of sqrt(v), the factor of m
             u = (n5 * g + n7 * m) / (n6 * tl.sqrt(v) + n4)
-    return -lr * (decay * x + u), m, v
+    return u, m, v
 
 
 @triton.jit
 def _step_block(
-    i, mask, present, x, g, d, m, v, r, S, change, kept, finite, sign, lr, decay, l2, n0, n1, n2, n3, n4, n5, n6, n7,
-    RULE: tl.constexpr, SLOTS: tl.constexpr, XT: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
+    o, mask, present, count, x, g, d, scales, m, v, r, start, place, steps, S, change, kept, finite, sign, lr, decay,
+    l2, n0, n1, n2, n3, n4, n5, n6, n7, RULE: tl.constexpr, SLOTS: tl.constexpr, XT: tl.constexpr, DT: tl.constexpr,
+    BT: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    i = o + tl.arange(0, N)
     a = _value(x, r, i, mask, XT, HALF, MASKED)
     b = _load(g, i, present, MASKED).to(tl.float32)
     b = tl.where(finite != 0, sign * b, 0.0)
-    c = _load(d, i, mask, MASKED)
+    c = _load_delta(d, scales, o, mask, count, N, DT, MASKED)
     m0, v0 = a, a
     if SLOTS >= 1:
-        m0 = _load(m, i, present, MASKED)
+        m0 = _load(m, i, present, MASKED).to(tl.float32)
     if SLOTS >= 2:
-        v0 = _load(v, i, present, MASKED)
-    u, m1, v1 = _rule(RULE, a, b, m0, v0, lr, decay, l2, n0, n1, n2, n3, n4, n5, n6, n7)
+        v0 = _load(v, i, present, MASKED).to(tl.float32)
+    u, m1, v1 = _rule(RULE, a, b, m0, v0, l2, n0, n1, n2, n3, n4, n5, n6, n7)
+    if BT == tl.float32:
+        u = -lr * (decay * a + u)
+    else:  # the base steps on zeros in this dtype
+        u = _narrow(-lr * u, BT).to(tl.float32) - lr * decay * a
     if MASKED:
         u = tl.where(present, u, 0.0)
     c = kept * c + u
     _store_value(x, r, i, a + S * u + change * c, mask, XT, HALF, MASKED)
-    _store(d, i, c, mask, MASKED)
+    if DT == tl.float32:
+        _store(d, i, c, mask, MASKED)
     if SLOTS >= 1:
-        _store(m, i, m1, present, MASKED)
+        _store(m, i, _narrow(m1, BT), present, MASKED)
     if SLOTS >= 2:
-        _store(v, i, v1, present, MASKED)
+        _store(v, i, _narrow(v1, BT), present, MASKED)
+    if DT != tl.float32:  # last, when most registers are free again
+        _store_rounded(d, scales, o, c, mask, start, place, steps, N, DT, MASKED)
 
 
 @triton.jit(do_not_specialize=["T"])
 def step(
     words, where, tuned, T, RULE: tl.constexpr, SLOTS: tl.constexpr, COUNTS: tl.constexpr, XT: tl.constexpr,
-    GT: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr,
+    GT: tl.constexpr, DT: tl.constexpr, BT: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """x <- x + S u + (S' - S) Delta', Delta <- k Delta + u, where u is the base's update by the rule.
 
-    COUNTS: the steps are counted on the device, and the corrections made from logarithms of the betas.
+    COUNTS: the steps are counted on the device, and the corrections made from logarithms of the betas. DT is what Delta
+    is stored in, BT what the base makes its update and its state in.
     """
     record = _record(words, where)
     if tl.load(record + D) != 0:
@@ -279,9 +232,10 @@ def step(
         whole = _whole(record, count, BLOCK)
         x = _list(record, X, start, XT)
         g = _list(record, G, start, GT)
-        d = _list(record, D, start, tl.float32)
-        m = _list(record, M, start, tl.float32)
-        v = _list(record, V, start, tl.float32)
+        d = _list(record, D, start, DT)
+        scales = _list(record, DELTA_SCALES, start // SHARING, tl.float32)
+        m = _list(record, M, start, BT)
+        v = _list(record, V, start, BT)
         r = _list(record, R, start, tl.bfloat16)
         with_g = count
         if SLOTS == 2:  # read now or later, whichever takes fewer registers
@@ -291,6 +245,8 @@ def step(
         change = tl.load(of_tuner + CHANGE).to(tl.float32)
         kept = tl.load(of_tuner + RETENTION).to(tl.float32)
         finite = tl.load(of_tuner + FINITE).to(tl.float32)
+        place = tl.load(record + PLACE).to(tl.uint32)
+        steps = tl.load(of_tuner + STEPS).to(tl.int64).to(tl.uint32)
         row = words + T.to(tl.int64) * RECORD + tl.load(record + NUMBERS) * NUMBERS_ROW
         sign = _number(row, SIGN).to(tl.float32)
         lr_at = tl.load(record + LR_AT)
@@ -308,14 +264,13 @@ def step(
         n7 = _number(row, OWN + 7).to(tl.float32)
         if COUNTS:
             step_at = tl.load(record + STEP)
-            steps = tl.load(step_at.to(tl.pointer_type(tl.float32)), step_at != 0, 1.0).to(tl.float64)
-            n5 = (1 / (1 - tl.exp(steps * _number(row, OWN + 5)))).to(tl.float32)
-            n6 = (1 / tl.sqrt(1 - tl.exp(steps * _number(row, OWN + 6)))).to(tl.float32)
-        lane = tl.arange(0, BLOCK)
+            made = tl.load(step_at.to(tl.pointer_type(tl.float32)), step_at != 0, 1.0).to(tl.float64)
+            n5 = (1 / (1 - tl.exp(made * _number(row, OWN + 5)))).to(tl.float32)
+            n6 = (1 / tl.sqrt(1 - tl.exp(made * _number(row, OWN + 6)))).to(tl.float32)
         for o in range(0, whole, BLOCK):
             _step_block(
-                o + lane, None, None, x, g, d, m, v, r, S, change, kept, finite, sign, lr, decay, l2,
-                n0, n1, n2, n3, n4, n5, n6, n7, RULE, SLOTS, XT, HALF, False,
+                o, None, None, count, x, g, d, scales, m, v, r, start, place, steps, S, change, kept, finite, sign, lr,
+                decay, l2, n0, n1, n2, n3, n4, n5, n6, n7, RULE, SLOTS, XT, DT, BT, HALF, BLOCK, False,
             )  # fmt: skip
         few = tl.arange(0, SMALL)
         if SLOTS < 2:
@@ -323,6 +278,6 @@ def step(
         for o in range(whole, count, SMALL):
             i = o + few
             _step_block(
-                i, i < count, i < with_g, x, g, d, m, v, r, S, change, kept, finite, sign, lr, decay, l2,
-                n0, n1, n2, n3, n4, n5, n6, n7, RULE, SLOTS, XT, HALF, True,
+                o, i < count, i < with_g, count, x, g, d, scales, m, v, r, start, place, steps, S, change, kept, finite,
+                sign, lr, decay, l2, n0, n1, n2, n3, n4, n5, n6, n7, RULE, SLOTS, XT, DT, BT, HALF, SMALL, True,
             )  # fmt: skip

@@ -25,6 +25,8 @@ class Kind(NamedTuple):
     rule: int = 0  # of the step
     slots: int = 0  # how many tensors the rule keeps
     counts: bool = False  # whether steps are counted on the device
+    delta_dtype: torch.dtype = torch.float32
+    base_dtype: torch.dtype = torch.float32  # of what the base keeps, and of its update
 
     @property
     def is_half(self) -> bool:
@@ -39,6 +41,7 @@ class Listed(NamedTuple):
     lists: dict[int, list[Tensor]]  # by column of the table
     numbers: list[Numbers]  # by tensor
     rates: list[Tensor | None]  # learning rates on the device, by tensor
+    places: list[int]  # of the tensors, for rounding stored Deltas
 
 
 class Span(NamedTuple):
@@ -180,6 +183,6 @@ def _records(part: Listed, rows: dict[Numbers, int]) -> list[int]:
         numbers = rows.setdefault(part.numbers[index], len(rows))
         rate = part.rates[index]
         quick = has_all and not any(address % ALIGNMENT for address in of_lists)
-        of_tensor = part.lists[columns.X][index].numel(), part.tuner, numbers, quick
+        of_tensor = part.lists[columns.X][index].numel(), part.tuner, numbers, quick, part.places[index]
         words += [*of_lists, step, 0 if rate is None else rate.data_ptr(), *of_tensor]
     return words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from mechanic.torch.buckets import Bucket, repoint
 from mechanic.torch.gpu import columns
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.kernels.whole import flat_views
+from mechanic.torch.layout import DELTA_SCALES
+from mechanic.torch.stored import StoredBucket
 
 BucketT = TypeVar("BucketT", bound=Bucket)
 
@@ -24,6 +26,12 @@ class Taken(Bucket):
 
     lent: list[Tensor] = field(default_factory=list)  # what the base is to step on
     lent_grads: list[Tensor] = field(default_factory=list)  # of parameters in half precision
+    stored_in: torch.dtype = torch.float32  # Delta; this and what follows are those of StoredBucket
+    in_own_dtype: bool = False
+    numbers: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = self.numbers or [0] * len(self.params)
 
     @property
     def is_half(self) -> bool:
@@ -34,11 +42,18 @@ class Taken(Bucket):
         lists = {columns.X: self._local_params(), columns.G: self._grads(), columns.D: self.deltas}
         if self.is_half and self.moves:
             lists[columns.R] = self.residuals
+        if self.stored_in == torch.int8 and self.moves:
+            lists[columns.DELTA_SCALES] = [kept[DELTA_SCALES] for kept in self.mechanic_state]
         if self.lent:
             lists[columns.M] = self.lent
         if self.lent_grads:
             lists[columns.V] = self.lent_grads
         return {column: tensors for column, tensors in lists.items() if tensors}
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """Of what the base makes its update and its state in."""
+        return self.dtype if self.in_own_dtype else torch.float32
 
     def make_room(self) -> None:
         """Allocate what the base is to step on; a launch fills it."""
@@ -73,7 +88,7 @@ def divide(buckets: list[Bucket], device: torch.device) -> tuple[list[Taken], li
             continue
         whole = Taken(**{each.name: getattr(bucket, each.name) for each in fields(bucket)})
         lists = whole.lists()
-        fits = [_fits(tensors, lists) for tensors in zip(*lists.values(), strict=True)]
+        fits = [_fits(tensors, lists, whole.stored_in) for tensors in zip(*lists.values(), strict=True)]
         if all(fits):
             taken.append(whole)
             continue
@@ -83,13 +98,14 @@ def divide(buckets: list[Bucket], device: torch.device) -> tuple[list[Taken], li
     return taken, left
 
 
-def _fits(tensors: tuple[Tensor, ...], lists: dict[int, list[Tensor]]) -> bool:
+def _fits(tensors: tuple[Tensor, ...], lists: dict[int, list[Tensor]], stored_in: torch.dtype) -> bool:
     by_column = dict(zip(lists, tensors, strict=True))
     if columns.G in by_column and (by_column[columns.G].dtype not in DTYPES or by_column[columns.G].is_neg()):
         return False
-    if columns.D in by_column and by_column[columns.D].dtype != torch.float32:
+    scales = by_column.pop(columns.DELTA_SCALES, None)
+    if columns.D in by_column and by_column[columns.D].dtype != stored_in:
         return False
-    return are_alike(tensors)
+    return (scales is None or scales.is_contiguous()) and are_alike(tuple(by_column.values()))
 
 
 def are_alike(tensors: tuple[Tensor, ...]) -> bool:
@@ -98,6 +114,10 @@ def are_alike(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _chosen(bucket: BucketT, wanted: list[bool]) -> BucketT:
-    params = [p for p, wants in zip(bucket.params, wanted, strict=True) if wants]
-    kept = [state for state, wants in zip(bucket.mechanic_state, wanted, strict=True) if wants]
-    return replace(bucket, params=params, mechanic_state=kept, _originals=[])
+    lists: dict[str, list[Any]] = {"params": bucket.params, "mechanic_state": bucket.mechanic_state}
+    if isinstance(bucket, StoredBucket | Taken):
+        lists["numbers"] = bucket.numbers
+    chosen: dict[str, Any] = {
+        name: [each for each, wants in zip(of, wanted, strict=True) if wants] for name, of in lists.items()
+    }
+    return replace(bucket, **chosen, _originals=[])

@@ -19,6 +19,7 @@ from mechanic.torch.gpu.programs import (
     RETENTION,
     SCALE,
     STEP,
+    STEPS,
     TUNED,
     _number,
 )
@@ -222,6 +223,7 @@ def tune(
     tl.store(out + FINITE, tl.where(_is_finite(stepped_grad_sq), 1.0, 0.0).to(tl.float64))
     tl.store(out + BEFORE, scale)
     tl.store(out + AFTER, new_scale)
+    tl.store(out + STEPS, tl.max(old_steps, 0) + tl.max(old_nonfinite_steps, 0))
     for group in range(first_group, last_group):
         record = groups + group * GROUP
         row = tl.load(record + TUNER_AT).to(tl.pointer_type(tl.float64)) + i
