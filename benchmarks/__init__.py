@@ -4,6 +4,7 @@
 
 - ``data``: the datasets, from a local folder or from their public sources.
 - ``suite``: tasks, contenders, the training loop, the plan of runs, and their records.
+- ``contest``: one point of every method, searched on some tasks and judged on others.
 - ``report``: tables and figures from the records.
 - ``paper``: the paper's experiments at their real size.
 - ``speed``: what a step costs.

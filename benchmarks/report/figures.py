@@ -1,4 +1,4 @@
-"""The figures of the page on results."""
+"""The figures of the pages on results and on Muon."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report.muon import FAMILIES_OF_WIDTHS, ROLES_OF_WIDTHS, scales_by_width
 from benchmarks.report.results import FAMILIES, Results, members
 from benchmarks.report.style import LOOK, STYLES, plt, save
 from benchmarks.suite.record import final
@@ -154,7 +155,7 @@ def rho_per_task(results: Results) -> Any:
     axis.set_yticks(range(len(tasks)), tasks)
     axis.set_ylim(-0.6, len(tasks) - 0.4)
     axis.set_xlabel("ρ in %: 0 = tuned learning rate, 100 = learned nothing; linear within ±2")
-    figure.legend(loc="outside upper center", ncols=4)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
@@ -183,8 +184,8 @@ def batch_and_width(results: Results) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(7, 2.8))
     for axis, kind, label in zip(axes, ("batch", "width"), ("batch size", "width of the model"), strict=True):
         prefix = f"bert-mlm-{kind}"
-        sizes = sorted(int(task.removeprefix(prefix)) for task, _ in results._runs if task.startswith(prefix))
-        sizes = sorted(set(sizes))
+        ours = [task for task, name in results.pairs() if name == "mechanic adamw" and task.startswith(prefix)]
+        sizes = sorted(int(task.removeprefix(prefix)) for task in ours)
         if not sizes:
             return None
         tuned, learned = [], []
@@ -207,7 +208,32 @@ def _best_lr(results: Results, task: str) -> float:
     return min(by_lr, key=by_lr.__getitem__) if by_lr else np.nan
 
 
+def muon_widths(results: Results) -> Any:
+    """The scale of every role against the width of the model, and how it would change by muP's rules for Adam."""
+    families = {family: found for family in FAMILIES_OF_WIDTHS if (found := scales_by_width(results, family))}
+    if not families:
+        return None
+    figure, axes = plt.subplots(1, len(families), figsize=(7.4, 2.9), sharey=True, squeeze=False)
+    for axis, (family, by_role) in zip(axes[0], families.items(), strict=True):
+        for role, style in zip(ROLES_OF_WIDTHS, STYLES.values(), strict=False):
+            if by_width := by_role.get(role):
+                axis.plot(
+                    *zip(*by_width.items(), strict=True), label=role, color=style["color"], marker=style["marker"]
+                )
+        widths = list(by_role["matrix"])
+        middle = statistics.geometric_mean(by_role["matrix"].values())
+        slope = [middle * statistics.geometric_mean(widths) / width for width in widths]
+        axis.plot(widths, slope, label="1 / width", color="0.6", linestyle=":")
+        axis.set(xscale="log", yscale="log", xlabel="width", xticks=widths, xticklabels=widths)
+        axis.set_title(family.replace("-width{}", "").replace("-layers", ", layers: "))
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("S in the middle of training")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
 FIGURES = {
+    "muon-widths": muon_widths,
     "against-lr": against_lr,
     "curves": curves,
     "scales": scales,

@@ -65,10 +65,30 @@ def against_the_plane(results: Results) -> str:
         rows.append([task, *cells])
     for label, summarise in _SUMMARIES.items():
         rows.append([label, "", "", "", *(percent(summarise(values)) if values else "" for values in behind.values())])
-    heads = ["one tuner", "matrices and rest", "a tuner per role", "per layer"]
-    return table(["", "AdamW, tuned", "Muon, torch's defaults", "Muon and AdamW, tuned", *heads], rows)
+    return table(["", "AdamW, tuned", "Muon, torch's defaults", "Muon and AdamW, tuned", *_HEADS], rows)
 
 
+def on_test_data(results: Results) -> str:
+    """Test loss and accuracy in %; what is tuned is tuned for the train loss."""
+    rows = []
+    for task in dict.fromkeys(task.name for task, _ in SUITES["muon"]):
+        best = best_pair(results, task)
+        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
+        ours = [results.records_of(task, f"mechanic muon / {kind}") for kind in MUON_TUNERS]
+        if best is not None and adamw is not None and all(ours):
+            found = [results.runs(task, "adamw")[adamw[0]], plane(results, task)[best[0]], *ours]
+            rows.append([task, *map(_tested, found)])
+    return table(["", "AdamW, tuned", "Muon and AdamW, tuned", *_HEADS], rows)
+
+
+def _tested(records: list[dict[str, Any]]) -> str:
+    loss, accuracy = (
+        statistics.mean(final(record, key) for record in records) for key in ("test_loss", "test_accuracy")
+    )
+    return f"{loss:.4g}" if math.isinf(accuracy) else f"{loss:.4g}, {100 * accuracy:.1f}"
+
+
+_HEADS = ["one tuner", "matrices and rest", "a tuner per role", "per layer"]
 _SUMMARIES: dict[str, Callable[[list[float]], float]] = {
     "mean": statistics.mean,
     "mean, gains as 0": lambda values: statistics.mean(max(value, 0.0) for value in values),
@@ -86,8 +106,9 @@ def widths(results: Results) -> str:
         if best is None or not by_role or not one:
             continue
         rhos = (percent(_rho(results, task.name, _mean(records), best[1])) for records in (one, by_role))
-        scales = (f"{middle_scale(by_role, role):.2g}" for role in ROLES_OF_WIDTHS)
-        rows.append([task.name, "{:.2g}, {:.2g}".format(*best[0]), *rhos, *scales])
+        scales = (middle_scale(by_role, role) for role in ROLES_OF_WIDTHS)
+        cells = ("" if math.isnan(scale) else f"{scale:.2g}" for scale in scales)
+        rows.append([task.name, "{:.2g}, {:.2g}".format(*best[0]), *rhos, *cells])
     heads = [f"S of {role}" for role in ROLES_OF_WIDTHS]
     return table(["", "best pair", "one tuner: ρ %", "per role: ρ %", *heads], rows)
 
@@ -100,26 +121,41 @@ def middle_scale(records: Iterable[dict[str, Any]], role: str) -> float:
     return statistics.median(scales[len(scales) // 2] for scales in found if scales) if all(found) else math.nan
 
 
+FAMILIES_OF_WIDTHS = ("gpt-shakespeare-width{}-layers2", "gpt-shakespeare-width{}-layers4", "bert-mlm-width{}")
+
+
+def scales_by_width(results: Results, family: str) -> dict[str, dict[int, float]]:
+    """S in the middle of training, by role and width, of the roles that the model has; empty below three widths."""
+    found = {width: results.records_of(family.format(width), BY_ROLE) for width in (32, 64, 128, 256)}
+    records = {width: of_width for width, of_width in found.items() if of_width}
+    if len(records) < 3:
+        return {}
+    by_role = {role: {width: middle_scale(of, role) for width, of in records.items()} for role in ROLES_OF_WIDTHS}
+    return {role: by_width for role, by_width in by_role.items() if not any(map(math.isnan, by_width.values()))}
+
+
 def exponents(results: Results) -> str:
-    """The slope of log S over log width, by role, least squares; beside what muP has for AdamW."""
+    """The slope of log S over log width, by role, least squares with its standard error; muP's for AdamW beside it."""
     rows = []
-    for family in ("gpt-shakespeare-width{}-layers2", "gpt-shakespeare-width{}-layers4", "bert-mlm-width{}"):
-        names = {width: family.format(width) for width in (32, 64, 128, 256)}
-        records = {width: results.records_of(name, BY_ROLE) for width, name in names.items()}
-        if not all(records.values()):
-            continue
-        slopes = []
-        for role in ROLES_OF_WIDTHS:
-            points = [(math.log(width), math.log(middle_scale(found, role))) for width, found in records.items()]
-            slope, _ = statistics.linear_regression(*zip(*points, strict=True))
-            slopes.append(f"{slope:+.2f}")
-        rows.append([family.format("…"), *slopes])
+    for family in FAMILIES_OF_WIDTHS:
+        if by_role := scales_by_width(results, family):
+            slopes = (_slope(by_role[role]) if role in by_role else "" for role in ROLES_OF_WIDTHS)
+            rows.append([family.format("…"), *slopes])
     rows.append(["muP, Adam", "-1", "0", "-1", "0"])
     return table(["exponent of the width in S", *ROLES_OF_WIDTHS], rows)
 
 
+def _slope(by_width: dict[int, float]) -> str:
+    xs, ys = ([math.log(number) for number in numbers] for numbers in (by_width.keys(), by_width.values()))
+    slope, offset = statistics.linear_regression(xs, ys)
+    rest = sum((y - slope * x - offset) ** 2 for x, y in zip(xs, ys, strict=True))
+    spread = sum((x - statistics.mean(xs)) ** 2 for x in xs)
+    return f"{slope:+.2f} ± {math.sqrt(rest / (len(xs) - 2) / spread):.2f}"
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "muon": against_the_plane,
+    "muon-tests": on_test_data,
     "muon-widths": widths,
     "muon-exponents": exponents,
 }

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from benchmarks.report import figures, muon, studies, tables
+from benchmarks.contest import plan as contest
+from benchmarks.report import figures, muon, sceptic, studies, tables, verdict
 from benchmarks.report.results import Results
 from benchmarks.suite.recordbook import RecordBook
 
-PAGES = ("results.md", "results-by-task.md", "tried.md", "benchmarks.md")
-TABLES = {**tables.TABLES, **studies.TABLES, **muon.TABLES}  # by the name under which a page asks for them
+PAGES = ("results.md", "results-by-task.md", "tried.md", "benchmarks.md", "muon.md", "memory.md", "verdict.md")
+# By the name under which a page asks for them.
+TABLES = {**tables.TABLES, **sceptic.TABLES, **studies.TABLES, **muon.TABLES}
+OF_THE_CONTEST = verdict.TABLES
+Tables = dict[str, Callable[[], str]]
 
 
-def fill(page: str, results: Results) -> str:
+def tables_of(records: Path, seeds: int = 3) -> Tables:
+    results = Results(RecordBook(records).records, seeds)
+    judgement = verdict.Judgement(RecordBook(records / contest.FOLDER).records)
+    found: Tables = {name: partial(make, results) for name, make in TABLES.items()}
+    return found | {name: partial(make, judgement) for name, make in OF_THE_CONTEST.items()}
+
+
+def fill(page: str, tables: Tables) -> str:
     """Put every table between the marks that name it."""
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         marks = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        page = re.sub(marks, lambda found, make=make: f"{found[1]}{make(results)}\n{found[2]}", page, flags=re.DOTALL)
+        page = re.sub(marks, lambda found, make=make: f"{found[1]}{make()}\n{found[2]}", page, flags=re.DOTALL)
     return page
 
 
 def write(folder: Path, out: Path, seeds: int = 3) -> None:
     """Fill the tables of the pages on results, and draw their figures."""
-    results = Results(RecordBook(folder).records, seeds)
+    tables = tables_of(folder, seeds)
     out.mkdir(parents=True, exist_ok=True)
     for page in PAGES:
         path = out / page
         text = path.read_text(encoding="utf-8") if path.exists() else marks_of_all_tables()
-        path.write_text(fill(text, results), encoding="utf-8")
-    figures.draw_all(results, out / "figures")
+        path.write_text(fill(text, tables), encoding="utf-8")
+    figures.draw_all(Results(RecordBook(folder).records, seeds), out / "figures")
 
 
 def marks_of_all_tables() -> str:
-    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in TABLES)
+    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in (*TABLES, *OF_THE_CONTEST))

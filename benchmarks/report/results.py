@@ -21,20 +21,33 @@ FAMILIES = {  # by the first word of a contender's name
     "dog": "DoG, averaged",
     "schedule-free": "Schedule-Free, default lr",
     "prodigy-plus-schedule-free": "Prodigy + Schedule-Free",
+    "schedule-free-plus": "ScheduleFree+, own code",
 }
-ALONE = {"prodigy": "adamw", "dog": "sgd", "prodigy-plus-schedule-free": "adamw"}  # measured against one base
+ALONE = {  # measured against one base
+    "prodigy": "adamw",
+    "dog": "sgd",
+    "prodigy-plus-schedule-free": "adamw",
+    "schedule-free-plus": "adamw",
+}
+SEEDS = 3  # of every task and contender of the suite
 
 
 class Results:
-    """Questions to the records."""
+    """Questions to the records of the seeds that all contenders have. A study may have some of more."""
 
     def __init__(
-        self, records: dict[Run, dict[str, Any]], seeds: int = 3, of: Iterable[str] = tuple(task.name for task in CPU)
+        self,
+        records: dict[Run, dict[str, Any]],
+        seeds: int = SEEDS,
+        of: Iterable[str] = tuple(task.name for task in CPU),
     ) -> None:
         self.records, self.seeds, self._of = records, seeds, tuple(of)
+        self._end_of_seeds = max(seeds, SEEDS)
         self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         self._raised: Counter[tuple[str, str]] = Counter()
         for run in sorted(records):
+            if run.seed >= self._end_of_seeds:
+                continue
             if raised(records[run]):
                 self._raised[run.task, run.contender] += 1  # counted, and in no mean
             else:
@@ -48,6 +61,10 @@ class Results:
     def on(self, tasks: Iterable[str], seeds: int | None = None) -> Results:
         """The same questions about other tasks, and of bases that were tuned on fewer seeds."""
         return Results(self.records, self.seeds if seeds is None else seeds, tasks)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Task and contender, wherever a run did not raise."""
+        return list(self._runs)
 
     def records_of(self, task: str, contender: str) -> list[dict[str, Any]]:
         return [record for records in self.runs(task, contender).values() for record in records]
@@ -73,17 +90,32 @@ class Results:
 
     def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
         """By seed: 0 is the tuned base, 1 has learned nothing or diverged; what raised is left out."""
+        return self._rho(self.records_of(task, contender), task, base, key)
+
+    def rho_of_every_seed(self, task: str, contender: str, base: str, key: str = "train_loss") -> dict[int, float]:
+        """By seed, those included that other contenders do not have."""
+        found = {
+            run.seed: record
+            for run, record in self.records.items()
+            if (run.task, run.contender) == (task, contender) and not raised(record)
+        }
+        return dict(zip(found, self._rho(found.values(), task, base, key), strict=False))  # if not tuned, there is none
+
+    def _rho(self, records: Iterable[dict[str, Any]], task: str, base: str, key: str) -> list[float]:
         best = self.tuned(task, base, key)
         if best is None:
             return []
         tuned, start = statistics.mean(best[1]), self.initial(task, key)
-        finals = [final(record, key) for record in self.records_of(task, contender)]
-        return [min(1.0, (loss - tuned) / (start - tuned)) for loss in finals]
+        return [min(1.0, (final(record, key) - tuned) / (start - tuned)) for record in records]
 
     @functools.cache  # noqa: B019
     def initial(self, task: str, key: str) -> float:
-        values = [r["curve"][key][0] for run, r in self.records.items() if run.task == task and r["curve"].get(key)]
-        return statistics.mean(values)
+        """In the mean of the seeds, however many runs each has."""
+        by_seed: dict[int, list[float]] = defaultdict(list)
+        for run, record in self.records.items():
+            if run.task == task and run.seed < self._end_of_seeds and record["curve"].get(key):
+                by_seed[run.seed].append(record["curve"][key][0])
+        return statistics.mean(map(statistics.mean, by_seed.values()))
 
     def family(self, name: str, key: str = "train_loss") -> dict[tuple[str, str], float]:
         """Mean rho of a family's contenders, by task and base."""

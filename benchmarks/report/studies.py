@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BASES, Results
+from benchmarks.suite.contenders import STORAGES
 from benchmarks.suite.record import final
 from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import DROPOUT, FEW, FINE_TUNING, GPT, IMAGES, LANGUAGE, LONG, TABULAR
@@ -140,6 +141,43 @@ def towards_start(results: Results) -> str:
     return table(["train loss", "AdamW, tuned", "pulled by 0.1, tuned", "pulled by 1, tuned", "Mechanic"], rows)
 
 
+def storages(results: Results) -> str:
+    """Rho with Delta in float32, and how much more or less it is with Delta in fewer bytes, in points.
+
+    The differences are means over all seeds that the three have, with the standard error if they are above one point.
+    """
+    bases = ("adamw", "sgd")
+    rows, more = [], defaultdict(list)
+    for task in results.tasks():
+        cells = [task]
+        for base in bases:
+            names = [f"mechanic {base}", *(f"delta {name} / {base}" for name in STORAGES)]
+            found = [results.rho_of_every_seed(task, name, base) for name in names]
+            if seeds := set.intersection(*map(set, found)):
+                whole, *stored = found
+                cells.append(percent(statistics.mean(results.rho(task, names[0], base))))
+                for name, rhos in zip(names[1:], stored, strict=True):
+                    differences = [rhos[seed] - whole[seed] for seed in seeds]
+                    mean = statistics.mean(differences)
+                    more[name].append(mean)
+                    error = statistics.stdev(differences) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+                    cells.append(_points(mean) + (f" ± {100 * error:.1f}" if mean > 0.01 and error else ""))
+        if len(cells) == 1 + len(bases) * (1 + len(STORAGES)):
+            rows.append(cells)
+    for label, summarise in (("mean", statistics.mean), ("worst", max)):
+        cells = [label]
+        for base in bases:
+            found = (more[f"delta {name} / {base}"] for name in STORAGES)
+            cells += ["", *(_points(summarise(values)) if values else "" for values in found)]
+        rows.append(cells)
+    heads = [f"{BASES[base]}, {name}" for base in bases for name in ("float32", *STORAGES)]
+    return table(["", *heads], rows)
+
+
+def _points(difference: float) -> str:
+    return f"{100 * difference:+.1f}"
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "forgetting": functools.partial(
         choice, without="variant before forgetting /", ours="variant before settling /", chosen_on=CHOSEN_ON
@@ -154,4 +192,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "layers": layers,
     "long": long,
     "towards-start": towards_start,
+    "storages": storages,
 }

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's colours, which all eyes tell apart, and a dark violet.
+# Okabe and Ito's colours, which all eyes tell apart, and a dark violet and a dark red.
 STYLES = {
     "tuned": {"color": "#000000", "linestyle": "--", "marker": "|"},
     "mechanic": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
@@ -21,6 +21,7 @@ STYLES = {
     "dog": {"color": "#E69F00", "linestyle": "-.", "marker": "P"},
     "schedule-free": {"color": "#999999", "linestyle": ":", "marker": "X"},
     "prodigy-plus-schedule-free": {"color": "#332288", "linestyle": "--", "marker": "*"},
+    "schedule-free-plus": {"color": "#882255", "linestyle": "-.", "marker": "h"},
 }
 LOOK = {
     "font.size": 9,

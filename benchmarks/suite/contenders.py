@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.suite.schedule_free_plus import AdamScheduleFreePlus
 from benchmarks.suite.task import Task
 from mechanic import TunerConfig
 from mechanic.torch import Mechanic, Together, layer_groups, roles
@@ -51,14 +52,16 @@ class Contender:
     observes_every: int = 0  # held-out gradients, so often
     lrs: tuple[float, ...] = ()  # where several are to be run all the same
     lines: tuple[str, ...] = ()  # the contenders that it is tuned as, one for each value of a second learning rate
+    schedule: Callable[[float], float] | None = None  # of its own, in place of the task's
+    point: Mapping[str, float] = field(default_factory=dict)  # what of it was searched for; recorded
 
 
 def _bare(name: str) -> Build:
     return lambda model, task, lr: base_class(name, task)(model.parameters(), lr=lr)
 
 
-def _ours(name: str, config: Callable[[], TunerConfig] = TunerConfig) -> Build:
-    return lambda model, task, lr: Mechanic(_bare(name)(model, task, lr), config=config())
+def _ours(name: str, config: Callable[[], TunerConfig] = TunerConfig, **options: Any) -> Build:
+    return lambda model, task, lr: Mechanic(_bare(name)(model, task, lr), config=config(), **options)
 
 
 def _mechanic_pytorch(name: str) -> Build:
@@ -118,6 +121,10 @@ def _prodigy_plus_schedule_free(model: nn.Module, task: Task, lr: float) -> Opti
     return ProdigyPlusScheduleFree(model.parameters(), lr=lr, weight_decay=task.weight_decay)
 
 
+def _schedule_free_plus(model: nn.Module, task: Task, lr: float) -> Optimizer:
+    return AdamScheduleFreePlus(model.parameters(), lr=lr, warm_up=int(0.05 * task.steps))
+
+
 TUNED = [Contender(base, base, _bare(base)) for base in BASES]
 OURS = [
     *(Contender(f"mechanic {base}", base, _ours(base), lr=1.0) for base in BASES),
@@ -132,6 +139,7 @@ PEERS = [
     Contender("schedule-free sgd", "sgd", _schedule_free("sgd"), lr=1.0, follows_schedule=False),
     Contender("schedule-free adamw", "adamw", _schedule_free("adamw"), lr=0.0025, follows_schedule=False),
     Contender("prodigy-plus-schedule-free", "adamw", _prodigy_plus_schedule_free, lr=1.0, follows_schedule=False),
+    Contender("schedule-free-plus", "adamw", _schedule_free_plus, lr=1.0, follows_schedule=False),
 ]
 
 # Each of ours' defaults changed alone, to see what it is worth.
@@ -219,6 +227,14 @@ STUDIES = [
     ),
 ]
 
+# Delta in fewer bytes than the four of float32, which is the default.
+STORAGES: dict[str, Any] = {"bfloat16": torch.bfloat16, "int8": "int8"}
+STORED = [
+    Contender(f"delta {name} / {base}", base, _ours(base, delta=delta), lr=1.0)
+    for name, delta in STORAGES.items()
+    for base in ("sgd", "adamw")
+]
+
 # Muon for matrices and AdamW for the rest. Bare, the pair has two learning rates: on a line, AdamW's is the same.
 
 
@@ -294,6 +310,5 @@ FLAT = [
     for base in ("sgd", "adamw")
 ]
 
-CONTENDERS = {
-    contender.name: contender for contender in [*TUNED, *OURS, *PEERS, *VARIANTS, *STUDIES, *FLAT, *MUON, *MUON_LINES]
-}
+_ALL = [*TUNED, *OURS, *PEERS, *VARIANTS, *STUDIES, *STORED, *FLAT, *MUON, *MUON_LINES]
+CONTENDERS = {contender.name: contender for contender in _ALL}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -79,9 +78,22 @@ class Remaining:
         return runs
 
 
-def list_runs(pairs: list[Pair], seeds: int, folder: Path, cores: int) -> None:
+class Work(Protocol):
+    """What is left to run, kept up to date by every new record; see :class:`Remaining`."""
+
+    def ready(self) -> list[Run]: ...
+
+    def recorded(self, record: dict[str, Any]) -> list[Run]: ...
+
+    def count(self) -> dict[str, int]: ...
+
+    def seconds_per_run(self, task: str) -> float: ...
+
+    def seconds(self) -> float: ...
+
+
+def list_runs(remaining: Work, cores: int) -> None:
     """Print what would run and how long."""
-    remaining = Remaining(pairs, RecordBook(folder), seeds)
     left = remaining.count()
     print(f"{'task':32} {'runs':>6} {'s/run':>6} {'core min':>9}")
     for task, count in left.items():
@@ -110,7 +122,7 @@ class Outcome:
     not_run: dict[str, str] = field(default_factory=dict)  # what, and why; nothing of these is recorded
 
 
-def drive(remaining: Remaining, book: RecordBook, pool: Pool) -> Outcome:
+def drive(remaining: Work, book: RecordBook, pool: Pool) -> Outcome:
     """Until nothing is left. What a machine fails is tried again, behind all others, and never recorded."""
     outcome = Outcome()
     waiting = deque(remaining.ready())

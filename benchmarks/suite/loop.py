@@ -82,8 +82,9 @@ class Training:
         if self.held_out is not None and (self.step + 1) % self.observes_every == 0:
             self.task.loss(self.model, next(self.held_out)).backward()
             self.optimizer.observe()
-        self.task.loss(self.model, next(self.batches)).backward()
-        self.optimizer.step()
+        loss = self.task.loss(self.model, next(self.batches))
+        loss.backward()
+        self.optimizer.step(*([lambda: loss.detach()] if getattr(self.optimizer, "takes_loss", False) else []))
         self.schedule.step()
         self.step += 1
 

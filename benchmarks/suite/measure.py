@@ -7,8 +7,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.suite.contenders import BY_ROLE, CONTENDERS, Contender
+from benchmarks.suite.contenders import BY_ROLE, Contender
 from benchmarks.suite.loop import Batches, Training
 from benchmarks.suite.partial import Partial, path_of
+from benchmarks.suite.plan import Pair, find
 from benchmarks.suite.record import EVALUATED_AT, Run, environment
 from benchmarks.suite.task import IGNORED, Task
-from benchmarks.suite.tasks import TASKS
 from mechanic.torch import Mechanic
 
 # Memory, disks, GPUs, and what is not installed or not there; FileNotFoundError is an OSError.
@@ -101,6 +101,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process: what else the machine does is not in it
     curve: dict[str, list[float | None]] = field(default_factory=dict)
 
     def add(self, point: dict[str, float]) -> None:
@@ -116,12 +117,13 @@ class Settings:
     on_gpu: bool = False
     records: Path | None = None  # whose folder of partial runs is used; without it, none is
     checkpoint_minutes: float = 10.0
+    find: Callable[[Run], Pair] = find  # what a run is of
 
 
 def execute(run: Run, settings: Settings) -> dict[str, Any]:
     """Train as the run says; the record of what happened. That an optimizer raises is a result, too, but no score."""
     torch.set_num_threads(1)
-    task, contender = TASKS[run.task], CONTENDERS[run.contender]
+    task, contender = settings.find(run)
     task.model(), task.data()  # what is missing here is no fault of the contender
     device = "cuda" if settings.on_gpu and task.on_gpu and torch.cuda.is_available() else "cpu"
     origin = environment(settings.commit, device)
@@ -135,7 +137,8 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         if is_infrastructure(raised):
             raise
         error = {"error": f"{type(raised).__name__}: {raised}"[:300], "error_step": progress.step}
-    return {**vars(run), **_found(task, progress), **error, **origin}
+    point = {"point": dict(contender.point)} if contender.point else {}
+    return {**vars(run), **point, **_found(task, progress), **error, **origin}
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -156,10 +159,10 @@ def measure(
     """What a record has of a run; ``progress`` has what was found if this raises."""
     progress = progress or Progress()
     torch.set_grad_enabled(True)  # mechanic-pytorch leaves it off when it raises, and a worker has many runs
-    due = {round(share * task.steps) for share in EVALUATED_AT}
+    due = {round(share * task.steps) for share in task.evaluated_at or EVALUATED_AT}
     start = time.perf_counter()
     training = Training(
-        task,
+        task if contender.schedule is None else replace(task, schedule=contender.schedule),
         functools.partial(contender.build, task=task, lr=lr),
         seed,
         follows_schedule=contender.follows_schedule,
@@ -169,6 +172,7 @@ def measure(
     average = _average_of(training.model) if contender.averages else None
     if partial is not None and (state := partial.load()) is not None:
         _continue(state, training, average, progress)
+    cpu_start = time.process_time()  # without what is imported and built once
     for step, model, optimizer in training:
         progress.step = step
         if average is not None:
@@ -178,6 +182,7 @@ def measure(
             continue
         _wait_for(device)
         progress.seconds += time.perf_counter() - start
+        progress.cpu_seconds += time.process_time() - cpu_start
         if step in due:
             with evaluation_point(task, model, optimizer, average) as judged:
                 point = {"step": step, **evaluate(task, judged if device == "cpu" else _FromCPU(judged))}
@@ -191,7 +196,7 @@ def measure(
                 break  # what has diverged does not come back
         if saves:
             partial.save(_state(training, average, progress))
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
     return _found(task, progress)
 
 
@@ -225,7 +230,8 @@ class _FromCPU(nn.Module):
 
 
 def _found(task: Task, progress: Progress) -> dict[str, Any]:
-    return {"steps": task.steps, "seconds": round(progress.seconds, 3), "curve": progress.curve}
+    spent = {key: round(getattr(progress, key), 3) for key in ("seconds", "cpu_seconds")}
+    return {"steps": task.steps, **spent, "curve": progress.curve}
 
 
 def _average_of(model: nn.Module) -> Any:

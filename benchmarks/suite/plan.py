@@ -16,6 +16,7 @@ from benchmarks.suite.contenders import (
     MUON_PLANE,
     OURS,
     PEERS,
+    STORED,
     TUNED,
     Contender,
     muon_point,
@@ -26,6 +27,7 @@ from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import (
     BATCHES,
     CONVEX,
+    CPU,
     DROPOUT,
     FEW,
     FINE_TUNING,
@@ -43,6 +45,12 @@ from benchmarks.suite.tasks import (
 
 Records = Mapping[Run, dict[str, Any]]
 Pair = tuple[Task, Contender]
+
+
+def find(run: Run) -> Pair:
+    """What a run is of."""
+    return TASKS[run.task], CONTENDERS[run.contender]
+
 
 GRID = range(-4, 5)  # half decades around the middle
 FARTHEST = 20  # half decades: where even a growing grid ends
@@ -86,9 +94,11 @@ SUITES |= {
     "schedule-free": _product(
         [TABULAR, *IMAGES[2:], *LANGUAGE], _named("tuned schedule-free", "mechanic schedule-free")
     ),
+    "schedule-free-tuned": _product(CPU, _named("tuned schedule-free", bases=_BOTH)),
     "layers": _product([*IMAGES, *LANGUAGE], _named("per layer", bases=_BOTH)),
     "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
+    "storages": _product(CPU, [*STORED, *_named("mechanic sgd", "mechanic adamw", bases=_BOTH)]),
     "muon": _product([*LANGUAGE, *FINE_TUNING, IMAGES[3]], [*_ADAMW, *MUON, MUON_PLANE]),
     "muon-widths": _product(MUON_WIDTHS, [*MUON, MUON_PLANE]),
 }

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from benchmarks.suite.driver import Outcome, Remaining, drive, reason
+from benchmarks.suite.driver import Outcome, Remaining, Work, drive, reason
 from benchmarks.suite.measure import Settings, execute, is_infrastructure
-from benchmarks.suite.plan import Pair
+from benchmarks.suite.plan import Pair, find
 from benchmarks.suite.record import ROOT, Run, commit
 from benchmarks.suite.recordbook import RecordBook
 from benchmarks.suite.task import Task
 
 WORKER_ENVIRONMENT = ("MECHANIC_DATA", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONWARNINGS")
+RAY_ON_A_BUSY_MACHINE = {
+    "RAY_worker_niceness": "0",  # 15 would leave the runs what all else on the machine spares
+    "RAY_worker_register_timeout_seconds": "600",  # after 60 it ends workers that are slow to start
+}
 NOT_SENT = ["/.[a-z]*", "/benchmarks/records", "/build", "/dist", "/docs", "/examples", "/tests", "__pycache__"]
 
 
@@ -28,15 +33,44 @@ def run_suite(
     gpus_per_run: float = 0.0,
     checkpoint_minutes: float = 10.0,
 ) -> Outcome:
-    """Run what is not recorded."""
+    """Run what is not recorded of a suite."""
     book = RecordBook(folder)
-    left = Remaining(pairs, book, seeds).count()
+
+    def work_without(missing: Collection[str]) -> Remaining:
+        return Remaining([pair for pair in pairs if pair[0].name not in missing], book, seeds)
+
+    return run_work(
+        work_without,
+        dict.fromkeys(task for task, _ in pairs),
+        book,
+        address,
+        gpus_per_run=gpus_per_run,
+        checkpoint_minutes=checkpoint_minutes,
+    )
+
+
+def run_work(
+    work_without: Callable[[Collection[str]], Work],
+    tasks: Iterable[Task],
+    book: RecordBook,
+    address: str | None,
+    *,
+    gpus_per_run: float = 0.0,
+    checkpoint_minutes: float = 10.0,
+    find: Callable[[Run], Pair] = find,
+) -> Outcome:
+    """Run what is left. ``work_without`` plans it without some tasks, by name: those whose data or models are missing.
+
+    ``find`` has to be a function of a module, for it is sent to other processes.
+    """
+    left = work_without(()).count()
     if not left:
         print("every run is recorded")
         return Outcome()
-    tasks = dict.fromkeys(task for task, _ in pairs if task.name in left)
-    missing = {task.name: why for task in tasks if (why := _prepare(task))}
-    remaining = Remaining([pair for pair in pairs if pair[0].name not in missing], book, seeds)
+    missing = {task.name: why for task in tasks if task.name in left and (why := _prepare(task))}
+    remaining = work_without(missing)
+    for name, value in RAY_ON_A_BUSY_MACHINE.items():
+        os.environ.setdefault(name, value)
     ray.init(
         address=address,
         runtime_env=runtime_environment(sends_code=address is not None),
@@ -44,7 +78,7 @@ def run_suite(
         log_to_driver=False,
     )
     try:
-        settings = Settings(commit(), gpus_per_run > 0, folder.absolute(), checkpoint_minutes)
+        settings = Settings(commit(), gpus_per_run > 0, book.folder.absolute(), checkpoint_minutes, find)
         outcome = drive(remaining, book, RayPool(settings, gpus_per_run))
     finally:
         ray.shutdown()

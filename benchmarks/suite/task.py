@@ -62,4 +62,5 @@ class Task:
     l2: float = 1e-4  # SGD's own weight decay
     on_gpu: bool = True  # False: on the CPU even where there is a GPU, as the environments of policies are
     evaluated: int = 1000  # samples of the train and of the test data that the evaluations see
+    evaluated_at: tuple[float, ...] | None = None  # shares of the steps; None: as ``record.EVALUATED_AT``
     seconds: float = 10.0  # about, one run on one core

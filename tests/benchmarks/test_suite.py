@@ -20,6 +20,7 @@ import pytest
 import torch
 
 pytest.importorskip("ray")
+from benchmarks.__main__ import main
 from benchmarks.report import pages
 from benchmarks.suite import plan, record
 from benchmarks.suite.contenders import CONTENDERS, MUON_PLANE
@@ -197,6 +198,21 @@ def test_what_diverges_is_never_the_best():
     assert min(records.values(), key=final)["lr"] < 0.05
 
 
+@pytest.mark.parametrize(
+    ("only", "runs"),
+    [
+        (["adamw", "mechanic adamw", "convex-iris"], 18 + 3),
+        (["mechanic adamw"], 12 * 3),
+        (["convex-iris", "convex-wine", "sgd"], 2 * 18),
+    ],
+)
+def test_only_some_contenders_or_tasks_are_run(only, runs, tmp_path, monkeypatch, capsys):
+    command = ["benchmarks", "--records", tmp_path, "run", "convex", "--dry-run", "--only", *only]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    main()
+    assert f"\n{runs} runs, " in capsys.readouterr().out
+
+
 def test_a_record_cut_off_by_a_kill_is_dropped_and_run_again(tmp_path):
     book = RecordBook(tmp_path)
     runs = [Run("convex-iris", "adamw", 0.1, seed) for seed in range(2)]
@@ -210,6 +226,8 @@ def test_a_record_cut_off_by_a_kill_is_dropped_and_run_again(tmp_path):
 
 
 # A real suite, on Ray.
+
+PATIENCE = 400  # seconds: beside other tests each of Ray's processes takes long to start
 
 
 @contextlib.contextmanager
@@ -238,9 +256,11 @@ def count_records(records):
     return sum(path.read_text().count("\n") for path in records.glob("*.jsonl"))
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
+def wait_for(condition, driver=None):
+    """Until it holds. A driver that has ended will not bring it about, so its output is shown at once."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
+        assert driver is None or driver.poll() is None, driver.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -262,16 +282,16 @@ def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
     scratch = Path(tempfile.mkdtemp(prefix="ray"))  # the paths of sockets have to be short
     try:
         with suite(records, scratch) as driver:
-            wait_for(lambda: count_records(records) >= 3)
+            wait_for(lambda: count_records(records) >= 3, driver)
             driver.kill()
             driver.wait()
         before = count_records(records)
-        wait_for(lambda: not workers_of(scratch), 60)  # they follow their driver
+        wait_for(lambda: not workers_of(scratch))  # they follow their driver
 
         with suite(records, scratch) as driver:
-            wait_for(lambda: count_records(records) >= before + 3 and workers_of(scratch))
+            wait_for(lambda: count_records(records) >= before + 3 and workers_of(scratch), driver)
             os.kill(workers_of(scratch)[0], signal.SIGKILL)
-            output, _ = driver.communicate(timeout=240)
+            output, _ = driver.communicate(timeout=PATIENCE)
             assert driver.returncode == 0, output
 
         book = RecordBook(records)
@@ -282,7 +302,7 @@ def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
             assert plan.needed(task, contender, book.records, seeds=1) == []
 
         with suite(records, scratch) as driver:
-            output, _ = driver.communicate(timeout=60)
+            output, _ = driver.communicate(timeout=PATIENCE)
         assert "every run is recorded" in output
         assert count_records(records) == len(lines)
     finally:
