@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-core quick check test campaign docs notebooks gpu release-check test-newest setup-ecosystem test-ecosystem test-deepspeed
+.PHONY: setup setup-core quick check test test-cli test-others campaign docs notebooks gpu release-check test-newest setup-ecosystem test-ecosystem test-deepspeed
 .PHONY: test-floor test-floor-quick test-floor-torch test-floor-jax
 
 # torch comes first and alone, so that no other package's wish for "any torch" is heard before the pinned one.
@@ -25,15 +25,18 @@ check:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/proselint check README.md CHANGELOG.md CONTRIBUTING.md $(wildcard docs/*.md contrib/*.md examples/*.md)
 	$(BIN)/mypy
 	PYTHONPATH=src:. $(BIN)/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python tests/shared/user_script.py
 
 # Three workers on two cores: many tests wait for processes of their own. The tests of the command fork, which only a
-# process without threads may do, so they run first and alone.
-test:
+# process without threads may do, so they have one, and come first: the others add to their coverage.
+test: test-cli test-others
+test-cli:
 	$(BIN)/pytest --quiet --cov --cov-report= tests/cli
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --quiet --ignore tests/cli \
+test-others:
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --quiet --ignore tests/cli --durations 40 --durations-min 15 \
 		--cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=97
 
 # Random sequences of operations with new seeds until the time is up; a failure ends it with the shortest sequence.

@@ -38,6 +38,10 @@ def main() -> None:
         python = out / "venv" / "bin" / "python"
         timed("install into an empty environment", lambda: install(python, wheel))
         timed("the README's lines", lambda: run(python, "-W", "error", quickstart(out), cwd=out))
+        command = python.with_name("mechanic")
+        timed("mechanic run", lambda: run(command, "run", ROOT / "tests/cli/scripts/language_model.py", cwd=out))
+        training = f"{ROOT / 'examples/own_training.py'}:train"
+        timed("mechanic try", lambda: run(command, "try", training, "--lr", 1e-3, cwd=out))
         timed("changelog", check_changelog)
         links = relative_links(wheel)
     print(
@@ -72,7 +76,7 @@ def install(python: Path, wheel: Path) -> None:
     run(sys.executable, "-m", "venv", python.parents[1])
     # As users have it, but at our version: the newest torch may be several gigabytes.
     run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", "torch")
-    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]")
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch,cli,examples]")
 
 
 def quickstart(out: Path) -> Path:

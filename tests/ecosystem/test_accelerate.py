@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("accelerate", reason="has an environment of its own: make test-ecosystem")
 import accelerate_loop
+from mechanic.torch import MechanicMuon
 from tests.torch import parallel
 
-TIMEOUT = 120
+TIMEOUT = 300
 MIDDLE, END = 9, 18
 
 
@@ -70,6 +72,30 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(layout, on_two_ranks, tmp
     for one, two, again in zip(expected, whole, resumed, strict=True):
         assert two.equal(again)
         torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+
+
+def test_muon_without_learning_rates_resumes_bit_for_bit(tmp_path):
+    def train(first):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        accelerator = accelerate_loop.make_accelerator()
+        model, optimizer = accelerator.prepare(model, MechanicMuon(model))
+        if first:
+            accelerator.load_state(str(tmp_path))
+        for step in range(first, END):
+            inputs = torch.randn(48, 64, generator=torch.Generator().manual_seed(step))
+            accelerator.backward(model(inputs).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == MIDDLE and not first:
+                accelerator.save_state(str(tmp_path))
+        return parameters(model), optimizer.optimizer.scales()
+
+    (whole, scales), (resumed, same) = train(0), train(MIDDLE)
+    assert scales == same
+    assert scales["default"] > 0
+    assert all(a.equal(b) for a, b in zip(whole, resumed, strict=True))
 
 
 def test_the_example_runs_as_it_stands(tmp_path):

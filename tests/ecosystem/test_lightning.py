@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("lightning", reason="has an environment of its own: make test-ecosystem")
 from lightning_module import Classifier, build, digits
+from mechanic.torch import MechanicMuon
 
 STEPS, SAVED_AFTER = 56, 28
 
@@ -15,6 +16,11 @@ STEPS, SAVED_AFTER = 56, 28
 class Plain(Classifier):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class WithMuon(Classifier):
+    def configure_optimizers(self):
+        return MechanicMuon(self)
 
 
 def fit(model, folder, **options):
@@ -25,7 +31,7 @@ def fit(model, folder, **options):
     return [p.detach().clone() for p in model.parameters()], trainer
 
 
-@pytest.mark.parametrize("module", [Plain, Classifier])
+@pytest.mark.parametrize("module", [Plain, Classifier, WithMuon])
 def test_resume_is_bitwise_as_lightnings_own_is(module, tmp_path):
     expected, _ = fit(module(), tmp_path)
     found, _ = fit(module(), tmp_path, ckpt_path=str(tmp_path / f"step={SAVED_AFTER}.ckpt"))

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("accelerate", reason="has an environment of its own: make test-ecosystem")
 import hf_trainer
 from mechanic.integrations.transformers import ScaleCallback
-from mechanic.torch import Mechanic, MechanicAdamW
+from mechanic.torch import Mechanic, MechanicAdamW, MechanicMuon
 from tests.ecosystem.proposed import define
 
 MIDDLE, END = 4, 8
@@ -16,6 +16,11 @@ def with_instance(folder, **options):
     model = hf_trainer.small_model()
     optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
     return hf_trainer.build(folder, model, {"optimizers": (optimizer, None)}, **options)
+
+
+def with_muon(folder, **options):
+    model = hf_trainer.small_model()
+    return hf_trainer.build(folder, model, {"optimizers": (MechanicMuon(model), None)}, **options)
 
 
 def with_class(folder, lr=1.0, cls=MechanicAdamW, **options):
@@ -38,7 +43,7 @@ def trained(trainer, **options):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("build", [without, with_class, with_instance])
+@pytest.mark.parametrize("build", [without, with_class, with_instance, with_muon])
 def test_resume_is_bitwise_as_the_trainers_own_is(build, bf16, tmp_path):
     options = {"bf16": bf16, "max_steps": END, "save_steps": MIDDLE, "logging_steps": 1}
     expected, losses = trained(build(tmp_path, **options))

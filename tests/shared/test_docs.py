@@ -77,6 +77,14 @@ def test_no_block_is_overlooked(page):
     assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
 
 
+@pytest.mark.parametrize("page", with_code(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_of_code_is_cut(page):
+    """The column of text has room for 92 characters."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        assert [line for line in block.splitlines() if len(line) > 92] == []
+
+
 def anchors(text):
     """Of the headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
