@@ -8,12 +8,14 @@ import torch
 
 from mechanic.integrations import readings
 from mechanic.torch import stored
+from mechanic.torch.kernels.storage import SMALLEST_SCALE
 from mechanic.tuner import TunerState
 
 SCALES, STEPS = (1 + TunerState._fields.index(name) for name in ("scales", "steps"))  # the betas come first
 DELTA, RESIDUAL = "mechanic_delta", "mechanic_residual"
 
-# How far rounding may take an element of Delta, relative to the largest one, by the dtype that Delta is stored in.
+# How far rounding may take an element of Delta, relative to the largest one, by the dtype that Delta is stored in. Where
+# the largest is below what the dtype can resolve, it is relative to that: gradients of 1e30 make Deltas of 1e-33.
 GAPS = {torch.bfloat16: 2**-7, torch.int8: 2 / 127}
 
 
@@ -103,7 +105,8 @@ def gap_of(training, p):
         return 0.0
     dtype = state[DELTA].dtype
     precision = GAPS.get(dtype, 2**-23 if dtype == torch.float32 and p.dtype == torch.float64 else 0.0)
-    return 1.1 * precision * delta_in(state).abs().max().item()
+    smallest = SMALLEST_SCALE if dtype == torch.int8 else torch.finfo(torch.float32).tiny
+    return 1.1 * precision * max(delta_in(state).abs().max().item(), smallest)
 
 
 def has_bad_gradient(groups):
