@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report.muon import FAMILIES_OF_WIDTHS, ROLES_OF_WIDTHS, scales_by_width
+from benchmarks.report.muon import FAMILIES_OF_WIDTHS, ROLES_OF_WIDTHS, best_pair, plane, scales_by_width
 from benchmarks.report.results import FAMILIES, Results, members
 from benchmarks.report.style import LOOK, STYLES, plt, save
 from benchmarks.suite.record import final
+from benchmarks.suite.tasks import MUON_WIDTHS
 
 LABELS = {"tuned": "tuned learning rate", **FAMILIES}
 SHOWN = ["mlp-fashion", "cnn-mnist", "resnet-cifar10", "gpt-shakespeare", "bert-mlm", "lstm-tatoeba"]
@@ -77,17 +78,18 @@ def curves(results: Results) -> Any:
                 records = results.runs(task, "adamw")[best[0]] if best else []
             else:
                 records = results.records_of(task, contender)
-            whole = [
-                r["curve"] for r in records if r["curve"].get("train_loss") and None not in r["curve"]["train_loss"]
-            ]
-            if whole:
-                mean = np.mean([curve["train_loss"] for curve in whole], 0)
-                look = {**STYLES[style], "marker": None}
-                axis.plot(whole[0]["step"], mean, label=LABELS[style], linewidth=1.4, **look)
+            _plot_mean(axis, records, label=LABELS[style], **{**STYLES[style], "marker": None})
         axis.set_yscale("log")
         axis.set_xlabel("step")
 
     return _panels(results, draw, "train loss")
+
+
+def _plot_mean(axis: Any, records: list[dict[str, Any]], **look: Any) -> None:
+    """The mean train loss of the runs that did not diverge."""
+    whole = [r["curve"] for r in records if r["curve"].get("train_loss") and None not in r["curve"]["train_loss"]]
+    if whole:
+        axis.plot(whole[0]["step"], np.mean([c["train_loss"] for c in whole], 0), linewidth=1.4, **look)
 
 
 def scales(results: Results) -> Any:
@@ -232,7 +234,31 @@ def muon_widths(results: Results) -> Any:
     return figure
 
 
+def muon_curves(results: Results) -> Any:
+    """Train loss over the steps of GPTs of two layers: Muon and AdamW with the best learning rates, and ours."""
+    tasks = [task.name for task in MUON_WIDTHS if task.name.endswith("layers2") and best_pair(results, task.name)]
+    if not tasks:
+        return None
+    figure, axes = plt.subplots(1, len(tasks), figsize=(7.6, 2.9), sharey=True, squeeze=False)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
+        shown = {
+            "AdamW, best learning rate": (results.runs(task, "adamw")[adamw[0]] if adamw else [], "#999999", "--"),
+            "Mechanic(AdamW)": (results.records_of(task, "mechanic adamw"), "#56B4E9", "-"),
+            "Muon and AdamW, best pair": (plane(results, task)[best_pair(results, task)[0]], "#000000", "--"),
+            "MechanicMuon": (results.records_of(task, "mechanic muon / one"), "#0072B2", "-"),
+        }
+        for label, (records, color, linestyle) in shown.items():
+            _plot_mean(axis, records, label=label, color=color, linestyle=linestyle)
+        width = task.removeprefix("gpt-shakespeare-width").removesuffix("-layers2")
+        axis.set(title=f"width {width}", xlabel="step")
+    axes[0][0].set_ylabel("train loss")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
 FIGURES = {
+    "muon-curves": muon_curves,
     "muon-widths": muon_widths,
     "against-lr": against_lr,
     "curves": curves,

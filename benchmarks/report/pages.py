@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.contest import plan as contest
-from benchmarks.report import figures, muon, sceptic, studies, tables, verdict
+from benchmarks.report import figures, muon, sceptic, studies, tables, verdict, wider
 from benchmarks.report.results import Results
 from benchmarks.suite.recordbook import RecordBook
 
-PAGES = ("results.md", "results-by-task.md", "tried.md", "benchmarks.md", "muon.md", "memory.md", "verdict.md")
+PAGES = ("results.md", "results-by-task.md", "results-wider.md", "tried.md", "muon.md", "memory.md", "verdict.md")
 # By the name under which a page asks for them.
-TABLES = {**tables.TABLES, **sceptic.TABLES, **studies.TABLES, **muon.TABLES}
+TABLES = {**tables.TABLES, **sceptic.TABLES, **studies.TABLES, **muon.TABLES, **wider.TABLES}
 OF_THE_CONTEST = verdict.TABLES
 Tables = dict[str, Callable[[], str]]
 

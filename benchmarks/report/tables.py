@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BASES, FAMILIES, Results, members
 from benchmarks.suite.contenders import CHANGES
 from benchmarks.suite.record import final
-from benchmarks.suite.split import DEVELOPMENT
-from benchmarks.suite.tasks import HARD, HORIZONS
+from benchmarks.suite.tasks import HARD
 
 
 def summary(results: Results, key: str = "train_loss") -> str:
@@ -81,13 +80,13 @@ def by_base(results: Results, cell: Callable[[str, str], str]) -> str:
 
 
 def per_task(results: Results) -> str:
-    """Mean of rho over the seeds, half its spread, and the paper's preset."""
+    """Mean of rho over the seeds, half its spread where there are several, and the paper's preset."""
 
     def cell(task: str, base: str) -> str:
         ours, paper = (results.rho(task, f"{name} {base}", base) for name in ("mechanic", "mechanic-paper"))
-        spread = (max(ours) - min(ours)) / 2
+        spread = f" ± {percent((max(ours) - min(ours)) / 2)}" if len(ours) > 1 else ""
         before = f" ({percent(statistics.mean(paper))})" if paper else ""
-        return f"{percent(statistics.mean(ours))} ± {percent(spread)}{before}"
+        return f"{percent(statistics.mean(ours))}{spread}{before}"
 
     return by_base(results, cell)
 
@@ -205,39 +204,6 @@ def defaults(results: Results) -> str:
     return table(["", "SGD: mean ρ %", "worst", "AdamW: mean ρ %", "worst"], rows)
 
 
-def horizons(results: Results) -> str:
-    """Rho with AdamW as runs grow longer; then test loss and accuracy of the base tuned on train loss, and of ours."""
-    rows = []
-    for name, by_factor in HORIZONS.items():
-        found = results.on([task.name for task in by_factor.values()], seeds=1)
-        if len(found.tasks()) < len(by_factor):
-            continue
-        cells = []
-        for task in by_factor.values():
-            lr, _ = found.tuned(task.name, "adamw", "train_loss")
-            both = found.runs(task.name, "adamw")[lr], found.records_of(task.name, "mechanic adamw")
-            rho = statistics.mean(found.rho(task.name, "mechanic adamw", "adamw"))
-            cells.append([percent(rho), _arrow(both, "test_loss", "{:.3g}"), _arrow(both, "test_accuracy", "{:.1%}")])
-        rows.append([name, *(cell for kind in zip(*cells, strict=True) for cell in kind)])
-    factors = [f"{factor} ×" for factor in next(iter(HORIZONS.values()))]
-    heads = [f"{kind}, {factor}" for kind in ("ρ %", "test loss", "accuracy") for factor in factors]
-    return table(["", *heads], rows)
-
-
-def _arrow(both: Iterable[list[dict[str, Any]]], key: str, form: str) -> str:
-    """A mean of the tuned base and of ours; nothing where the task has no such key."""
-    tuned, ours = both
-    if key not in tuned[0]["curve"]:
-        return ""
-    means = (statistics.mean(final(record, key) for record in records) for records in (tuned, ours))
-    return " → ".join(form.format(mean) for mean in means)
-
-
-def of_suite(results: Results, make: Callable[[Results], str], tasks: Iterable[str]) -> str:
-    """A table of other tasks, whose bases are tuned on the first seed."""
-    return make(results.on(tasks, seeds=1))
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "bases": bases,
@@ -250,8 +216,4 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "flatness": flatness,
     "hard": hard,
     "defaults": defaults,
-    "horizons": horizons,
-    "development": functools.partial(of_suite, make=summary, tasks=DEVELOPMENT),
-    "development-tasks": functools.partial(of_suite, make=per_task, tasks=DEVELOPMENT),
-    "development-peers": functools.partial(of_suite, make=peers, tasks=DEVELOPMENT),
 }
