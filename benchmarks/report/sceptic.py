@@ -134,7 +134,7 @@ def losing(results: Results, above: float = 0.05) -> str:
     for task, base in sorted(found, key=found.__getitem__, reverse=True):
         tuned = statistics.mean(results.tuned(task, base, KEY)[1])
         ours = statistics.mean(final(record, KEY) for record in results.records_of(task, f"mechanic {base}"))
-        losses = (f"{loss:.3g}" for loss in (results.initial(task, KEY), tuned, ours))
+        losses = (f"{loss:#.3g}" for loss in (results.initial(task, KEY), tuned, ours))
         rows.append([f"{task}, {BASES[base]}", percent(found[task, base]), TASKS[task].steps, *losses])
     return table(["", "ρ %", "steps", "initial train loss", "tuned", "Mechanic"], rows)
 

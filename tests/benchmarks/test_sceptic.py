@@ -91,8 +91,8 @@ def test_what_is_far_behind_is_listed_with_its_losses_the_worst_first():
     records += [record(task, "mechanic adamw", 1.0, falling(loss, 1)) for task, loss in ours]
     rows = rows_of(sceptic.losing(results_of(*records)))
     assert list(rows.items()) == [
-        ("convex-glass, AdamW", ["20.0", "1000", "1.00", "0.00", "0.20"]),
-        ("convex-wine, AdamW", ["10.0", "1000", "1.00", "0.00", "0.10"]),
+        ("convex-glass, AdamW", ["20.0", "1000", "1.00", "0.00", "0.200"]),
+        ("convex-wine, AdamW", ["10.0", "1000", "1.00", "0.00", "0.100"]),
     ]
 
 
