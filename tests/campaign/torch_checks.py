@@ -14,7 +14,7 @@ from mechanic.tuner import TunerState
 SCALES, STEPS = (1 + TunerState._fields.index(name) for name in ("scales", "steps"))  # the betas come first
 DELTA, RESIDUAL = "mechanic_delta", "mechanic_residual"
 
-# How far rounding may take an element of Delta, relative to the largest one, by the dtype that Delta is stored in. Where
+# How far rounding may take an element of Delta, relative to the largest one, by the dtype that Delta is stored in. If
 # the largest is below what the dtype can resolve, it is relative to that: gradients of 1e30 make Deltas of 1e-33.
 GAPS = {torch.bfloat16: 2**-7, torch.int8: 2 / 127}
 
