@@ -235,25 +235,20 @@ def muon_widths(results: Results) -> Any:
 
 
 def muon_curves(results: Results) -> Any:
-    """Train loss over the steps of GPTs of two layers: Muon and AdamW with the best learning rates, and ours."""
+    """Train loss over the steps of GPTs of two layers: the best pair of learning rates, and ours."""
     tasks = [task.name for task in MUON_WIDTHS if task.name.endswith("layers2") and best_pair(results, task.name)]
     if not tasks:
         return None
     figure, axes = plt.subplots(1, len(tasks), figsize=(7.6, 2.9), sharey=True, squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
-        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
-        shown = {
-            "AdamW, best learning rate": (results.runs(task, "adamw")[adamw[0]] if adamw else [], "#999999", "--"),
-            "Mechanic(AdamW)": (results.records_of(task, "mechanic adamw"), "#56B4E9", "-"),
-            "Muon and AdamW, best pair": (plane(results, task)[best_pair(results, task)[0]], "#000000", "--"),
-            "MechanicMuon": (results.records_of(task, "mechanic muon / one"), "#0072B2", "-"),
-        }
-        for label, (records, color, linestyle) in shown.items():
-            _plot_mean(axis, records, label=label, color=color, linestyle=linestyle)
+        tuned = plane(results, task)[best_pair(results, task)[0]]
+        ours = results.records_of(task, "mechanic muon / one")
+        for records, label, style in ((tuned, "best pair", "tuned"), (ours, "MechanicMuon", "mechanic")):
+            _plot_mean(axis, records, label=label, **{**STYLES[style], "marker": None})
         width = task.removeprefix("gpt-shakespeare-width").removesuffix("-layers2")
         axis.set(title=f"width {width}", xlabel="step")
     axes[0][0].set_ylabel("train loss")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 

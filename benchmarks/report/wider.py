@@ -23,7 +23,7 @@ def horizons(results: Results) -> str:
     rows = []
     for name, by_factor in HORIZONS.items():
         found = results.on([task.name for task in by_factor.values()], SEEDS)
-        if len(found.tasks()) < len(by_factor):
+        if not all(found.rho(task.name, "mechanic adamw", "adamw") for task in by_factor.values()):
             continue
         cells = []
         for task in by_factor.values():

@@ -3,40 +3,7 @@
 import pytest
 
 from benchmarks.report import sceptic
-from benchmarks.report.results import Results
-from benchmarks.suite.record import EVALUATED_AT, Run, run_of
-
-TASKS = ("convex-iris", "convex-wine", "convex-glass")
-
-
-def record(task, contender, lr, losses, seed=0):
-    """Evaluated at steps 0 to 1000."""
-    steps = [1000 * share for share in EVALUATED_AT]
-    return {**vars(Run(task, contender, lr, seed)), "seconds": 1.0, "curve": {"step": steps, "train_loss": losses}}
-
-
-def falling(loss, at, half=None):
-    """From 1 to a loss, from an evaluation on; with another loss at half time alone."""
-    values = [1.0] * at + [loss] * (len(EVALUATED_AT) - at)
-    if half is not None:
-        values[sceptic.MIDDLE] = half
-    return values
-
-
-def results_of(*records):
-    return Results({run_of(each): each for each in records}, seeds=1, of=TASKS)
-
-
-def grid(task, losses, halves=()):
-    """AdamW's final loss by learning rate, 1, 2, ...; perhaps its losses at half time."""
-    return [
-        record(task, "adamw", float(lr), falling(loss, 10, *halves[lr - 1 : lr])) for lr, loss in enumerate(losses, 1)
-    ]
-
-
-def rows_of(text):
-    lines = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in text.splitlines()]
-    return {line[0]: line[1:] for line in lines[2:]}
+from tests.benchmarks.made_up import TASKS, falling, grid, record, results_of, rows_of
 
 
 def test_the_fixed_rate_of_a_task_is_chosen_on_all_others():
