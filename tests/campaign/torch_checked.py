@@ -49,13 +49,13 @@ class CheckedMachine(RuleBasedStateMachine):
     def parameter(self, place):
         return self.training.params[place % len(self.training.params)]
 
-    def check(self):
-        """Count an operation, and check what must hold after each."""
+    def check(self, roundings=1):
+        """Count an operation, and check what must hold after each, if a stored Delta was rounded so often in it."""
         type(self).operations += 1
         checks.check_finite(self.training)
         checks.check_readings(self.training)
         checks.check_groups(self.training)
-        self.start.check(self.training)
+        self.start.check(self.training, roundings)
 
     def step(self, closure=None, step=None):
         """A step, or a call that makes one."""
@@ -69,7 +69,7 @@ class CheckedMachine(RuleBasedStateMachine):
         self.is_observed = False if self.training.trains and not was_skipped else None
         if self.training.trains and not was_skipped:
             checks.check_learning_rates(self.training)
-        self.check()
+        self.check(roundings=2 if step else 1)  # inside the backward pass: with the update, then with the new S
         return loss
 
     def learn(self, step=None):

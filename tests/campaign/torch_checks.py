@@ -174,14 +174,15 @@ class Start:
     def __init__(self, training):
         self._points, self._sizes = _points(training), sizes(training)
 
-    def check(self, training):
+    def check(self, training, roundings):
         points, new_sizes = _points(training), sizes(training)
         for i, (former, now) in enumerate(zip(self._points, points, strict=True)):
             if former is None or now is None or not training.params[i].requires_grad:
                 continue
             moved, allowed = (now - former).abs().max().item(), rounding(training) * (self._sizes[i] + new_sizes[i])
             # A step moves x by the Delta that is not rounded yet, so x - S Delta by S times what is rounded.
-            allowed += max(self._sizes[i].scale, new_sizes[i].scale) * gap_of(training, training.params[i])
+            gap = roundings * gap_of(training, training.params[i])
+            allowed += max(self._sizes[i].scale, new_sizes[i].scale) * gap
             assert moved <= allowed, f"x - S Delta of parameter {i} moved by {moved}, rounding allows {allowed}"
         self._points, self._sizes = points, new_sizes
 
