@@ -27,6 +27,18 @@ FINDING_STEPS = 50
 ZERO_START_NORM = 1.0
 """Used as ``|x_1|`` if all parameters start at zero: about the norm of a small layer's usual initialisation."""
 
+STAKE_GROWTH = 1.1
+"""By how much the stake grows or shrinks in a step."""
+
+LARGEST_STAKE = 1e4
+"""The stake may grow to this many times its first size."""
+
+ENOUGH_WON = 25.0
+"""The stake grows while all rewards together are less than this many times what was staked at first."""
+
+SMALL_GRADIENT = 0.2
+"""The stake grows while the gradient is larger than this fraction of the largest one so far."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TunerConfig:
@@ -37,7 +49,8 @@ class TunerConfig:
             to 0.999999.
         s_init: the initial stake. With ``relative_start`` it is the fraction of ``|x_1|`` by which the stake may move
             the parameters before anything has been learned; otherwise it is the first scale itself. Default: 0.01.
-        relative_start: measure ``s_init`` against the norm of the parameters. Default: True.
+        relative_start: measure ``s_init`` against the norm of the parameters, and let the stake grow where training
+            starts on a plateau. Default: True.
         decay: the paper's lambda. It keeps S from growing without bound on separable data. Default: 0.001.
         eps: added to sqrt(v). Where sqrt(v) is 0 nothing is divided, so it is not needed. Default: 0.
         guard: let the parameters fall back by at most half of their distance from the start per step, so that one bad
@@ -145,6 +158,8 @@ class TunerState(NamedTuple):
     largest_scale: Array  # max S_k over k <= t
     steps: Array  # t, of those that had feedback
     largest_rate: Array  # max learning rate so far; 0 where none was told
+    largest_grad: Array  # max |g_k| over k <= t
+    stake: Array  # how many times as large as at first; 0 until the first step
     nonfinite_steps: Array  # how many steps had sums that were not finite
 
 
@@ -217,7 +232,7 @@ def update(
     Example:
         >>> import numpy as np
         >>> config = TunerConfig()
-        >>> state = TunerState(*np.zeros((10, 1, 5)))
+        >>> state = TunerState(*np.zeros((12, 1, 5)))
         >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
         >>> state = update(state, sums, np.array(config.betas), config, np)
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
@@ -227,24 +242,32 @@ def update(
     n = len(config.betas)
     scale = xp.sum(state.scales, -1, keepdims=True)  # S, [tuners, 1]
 
-    param_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), 1.0)  # where |x| = 0, <Delta,x> is 0 as well
-    feedback = delta_grad + config.decay * scale * xp.sqrt(grad_sq) * (delta_param / param_norm)  # h
+    # Where |x| = 0, <Delta,x> is 0 as well.
+    param_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
+    grad_norm, delta_norm = xp.sqrt(grad_sq), xp.sqrt(delta_sq)
+    feedback = delta_grad + config.decay * scale * grad_norm * (delta_param / param_norm)  # h
 
     largest_feedback = xp.maximum(betas * state.largest_feedback, xp.abs(feedback))
     root_variance = xp.hypot(betas * state.root_variance, feedback)
     reward = xp.clip(betas * state.reward - state.scales * feedback, 0.0, None)
 
-    first_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
-    initial_norm = xp.where(state.initial_norm > 0, state.initial_norm, first_norm)
-    largest_delta = xp.maximum(state.largest_delta, xp.sqrt(delta_sq))
+    initial_norm = xp.where(state.initial_norm > 0, state.initial_norm, param_norm)
+    largest_delta = xp.maximum(state.largest_delta, delta_norm)
     some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
+    largest_grad, stake = xp.maximum(state.largest_grad, grad_norm), state.stake
+    # A relative start moves x by at most this fraction of |x_1| at first, whatever the size of the base's updates.
+    s_init = config.s_init * initial_norm / some_delta if config.relative_start else config.s_init
+    staked = s_init * largest_feedback / n
     if config.relative_start:
-        # The initial stake moves x by at most this fraction of |x_1|, whatever the size of the base's updates.
-        s_init = xp.where(largest_delta > 0, config.s_init * initial_norm / some_delta, 0.0)
-    else:
-        s_init = config.s_init
+        # On a plateau nothing is won with that. So the stake grows while the last steps do not speak against Delta,
+        # little has been won and training has not converged.
+        poor = xp.sum(reward - ENOUGH_WON * staked, -1, keepdims=True) < 0
+        grown = xp.where(poor & (grad_norm > SMALL_GRADIENT * largest_grad), stake * STAKE_GROWTH, stake)
+        pays = tuple(reward.T)[config.betas.index(min(config.betas))].reshape(-1, 1) > 0  # for the fastest scale
+        stake = xp.clip(xp.where(pays, grown, stake / STAKE_GROWTH), 1.0, LARGEST_STAKE)
+        staked = stake * staked
 
-    wealth = s_init * largest_feedback / n + reward  # W
+    wealth = staked + reward  # W
     scales = wealth / xp.where(root_variance > 0, root_variance + config.eps, 1.0)
     if config.guard:
         # Near interpolation one bad batch can set every reward to zero, and x would jump back to its start. At most
@@ -266,12 +289,12 @@ def update(
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale
-    steps = state.steps + 1, largest_rate, state.nonfinite_steps
+    steps = state.steps + 1, largest_rate, largest_grad, stake, state.nonfinite_steps
     proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *steps)
     # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite.
-    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True)) & xp.isfinite(xp.sum(root_variance / n, -1, keepdims=True))
+    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True) + xp.sum(root_variance / n, -1, keepdims=True))
     has_feedback = finite & (grad_sq > 0)
-    learned = TunerState(*(xp.where(has_feedback, new, old) for new, old in zip(proposed, state, strict=True)))
+    learned = TunerState(*xp.where(has_feedback, xp.stack(proposed), xp.stack(state)))
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))
 
 

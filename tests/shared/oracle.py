@@ -26,6 +26,7 @@ class Departures:
     stored_delta: bool = True  # line 8 skipped
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
+    growing_stake: bool = True  # line 15: s_init grows while nothing speaks against Delta, and shrinks again
     no_epsilon: bool = True  # line 16: nothing is added to sqrt(v)
     guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
     forgetting: bool = True  # line 9: a part of Delta is let go while S is larger than ever
@@ -39,7 +40,9 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(relative_start=False, no_epsilon=False, guard=False, forgetting=False, settling=False)
+        return cls(
+            relative_start=False, growing_stake=False, no_epsilon=False, guard=False, forgetting=False, settling=False
+        )
 
 
 class Oracle:
@@ -66,7 +69,8 @@ class Oracle:
         self.delta = np.zeros_like(self.x)  # 3
         self.s = self.s_before = np.zeros(self.n)  # 4
         self.largest_delta = self.initial_norm = self.largest_scale = 0.0
-        self.largest_rate = 0.0
+        self.largest_rate = self.largest_gradient = 0.0
+        self.stake = 1.0
         self.t = 0
 
     @property
@@ -97,7 +101,7 @@ class Oracle:
         self.r = np.maximum(0, self.r)  # 14
         largest_before = self.largest_delta
         self.largest_delta = max(largest_before, float(norm(delta)))
-        wealth = self._s_init(x) * self.m / self.n + self.r  # 15
+        wealth = self._s_init(g, x, delta) * self.m / self.n + self.r  # 15
         root = np.sqrt(self.v) + (0.0 if d.no_epsilon else EPSILON)
         s = wealth / np.where(root > 0, root, 1.0)  # 16
         floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
@@ -129,12 +133,24 @@ class Oracle:
         rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
         return max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
 
-    def _s_init(self, x: Floats) -> float:
+    def _s_init(self, g: Floats, x: Floats, delta: Floats) -> float:
         if not self.departures.relative_start:
             return self.s_init
         if self.initial_norm == 0:
             self.initial_norm = float(np.linalg.norm(x)) or 1.0
-        return self.s_init * self.initial_norm / self.largest_delta if self.largest_delta > 0 else 0.0
+        self.largest_gradient = max(self.largest_gradient, float(np.linalg.norm(g)))
+        if self.largest_delta == 0:
+            return 0.0
+        first = self.s_init * self.initial_norm / self.largest_delta
+        if self.departures.growing_stake:
+            self._change_stake(float(np.linalg.norm(g)), first)
+        return first * self.stake
+
+    def _change_stake(self, gradient: float, first: float) -> None:
+        if self.r[np.argmin(self.beta)] == 0:
+            self.stake = max(self.stake / 1.1, 1.0)
+        elif self.r.sum() < 25 * first * self.m.mean() and gradient > 0.2 * self.largest_gradient:
+            self.stake = min(self.stake * 1.1, 1e4)
 
 
 # Bases, written here once more so that no line of torch is trusted. Each takes lr as a function of the step.

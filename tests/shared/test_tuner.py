@@ -184,6 +184,48 @@ def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units
         assert total_scale(state, np).item() * unit_of_delta == pytest.approx(0.01 * unit_of_x)
 
 
+WON, LOST = [[-1.0, 0.0, 1.0, 1.0, 1.0]], [[1e3, 0.0, 1.0, 1.0, 1.0]]
+
+
+def stake_after(*sums, config=None):
+    return play(config or TunerConfig(), [np.array(row) for row in sums], tuners=1).stake.reshape(-1)[0]
+
+
+def test_the_stake_grows_while_delta_is_rewarded_and_shrinks_to_its_first_size():
+    assert stake_after(WON) == 1  # S was 0, so nothing was won
+    assert stake_after(*[WON] * 5) == pytest.approx(1.1**4)
+    assert stake_after(*[WON] * 5, LOST) == pytest.approx(1.1**3)
+    assert stake_after(*[WON] * 5, *[LOST] * 5) == 1
+
+
+def test_the_stake_does_not_grow_once_enough_is_won():
+    # Larger scales win more with the same feedback.
+    stakes = [stake_after(*[WON] * steps) for steps in (10, 20, 40)]
+    assert 1 < stakes[0] <= stakes[1] == stakes[2] < 1.1**19
+
+
+def test_the_stake_does_not_grow_once_gradients_are_small():
+    small = [[-0.19, 0.0, 0.19**2, 1.0, 1.0]]
+    smaller = [[-0.21, 0.0, 0.21**2, 1.0, 1.0]]
+    assert stake_after(WON, WON, *[small] * 5) == pytest.approx(1.1)
+    assert stake_after(WON, WON, *[smaller] * 5) == pytest.approx(1.1**6)
+
+
+@pytest.mark.parametrize("config", [TunerConfig.paper(), TunerConfig.starting_at(0.1)])
+def test_an_absolute_start_has_no_stake_that_grows(config):
+    assert stake_after(*[WON] * 5, config=config) == 0
+
+
+def test_the_stake_has_a_largest_size():
+    # Without a learning rate S stays where it is, and so nothing more is won than these steps decay.
+    config, betas, won = TunerConfig(), np.array(TunerConfig().betas), np.array(WON)
+    state = play(config, [won] * 2, tuners=1)
+    nothing = np.array([[-1e-9, 0.0, 1.0, 1.0, 1.0]])
+    for _ in range(200):
+        state = update(state, nothing, betas, config, np, np.zeros(1))
+    np.testing.assert_array_equal(state.stake, 1e4)
+
+
 def test_all_zero_parameters_still_start():
     sums = np.array([[-1.0, 0.0, 1.0, 0.0, 1.0]])
     assert total_scale(play(TunerConfig(), [sums], tuners=1), np).item() == pytest.approx(0.01)
@@ -203,14 +245,14 @@ def test_a_warm_start_begins_at_the_rate_that_was_given(unit_of_x, unit_of_delta
 
 def test_the_scale_stays_within_its_bounds_from_the_first_step_on():
     rng = np.random.default_rng(0)
-    bounds = TunerConfig(min_lr=0.003, max_lr=0.02)
+    bounds = TunerConfig(min_lr=0.03, max_lr=0.2)
     state = None
     reached = {"floor": 0, "cap": 0, "between": 0}
     for _ in range(300):
         state = play(bounds, [random_sums(rng)], state=state)
         for scale in total_scale(state, np):
-            assert 0.003 * (1 - 1e-12) <= scale <= 0.02 * (1 + 1e-12)
-            reached["floor" if scale < 0.00301 else "cap" if scale > 0.0199 else "between"] += 1
+            assert 0.03 * (1 - 1e-12) <= scale <= 0.2 * (1 + 1e-12)
+            reached["floor" if scale < 0.0301 else "cap" if scale > 0.199 else "between"] += 1
     assert min(reached.values()) > 0, reached
 
 

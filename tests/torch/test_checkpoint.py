@@ -37,7 +37,7 @@ def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
     assert group["mechanic_base"] == "AdamW"
     assert group["mechanic_row"] == 0
     assert group["mechanic_unit"] == 1e-3
-    assert group["mechanic_tuner"].shape == (11, 5)
+    assert group["mechanic_tuner"].shape == (13, 5)
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "mechanic_delta"}
     added = {key for key in group if key.startswith("mechanic_")}
     assert all(isinstance(group[key], (int, float, str, torch.Tensor)) for key in added)

@@ -15,7 +15,7 @@ where                key                         what
 ``param_groups[i]``  ``mechanic_base``           the class name of the base, or of the group's optimizer
                                                  if they are several
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``          [11, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_tuner``          [13, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``           the peak learning rate, which counts as 1
 ``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step, once there was one
 ``param_groups[i]``  ``mechanic_frozen``         S, if it is frozen

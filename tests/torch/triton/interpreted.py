@@ -292,8 +292,8 @@ def tune_error(config):
     worst = 0.0
     for share in (1.0, 0.3, 0.0, -0.1):  # of the learning rate in its peak
         states = torch.rand(3, fields, n, generator=generator, dtype=torch.float64)
-        alike = [TunerState._fields.index(name) for name in ("initial_norm", "largest_delta", "largest_scale", "steps")]
-        alike += [TunerState._fields.index(name) for name in ("largest_rate", "nonfinite_steps")]
+        by_scale = ("largest_feedback", "root_variance", "reward", "scales")
+        alike = [row for row, name in enumerate(TunerState._fields) if name not in by_scale]
         states[:, alike] = states[:, alike, :1]  # one number per tuner
         states[2] = 0.0  # the first step
         sums = torch.randn(3, 5, generator=generator, dtype=torch.float64)
@@ -389,7 +389,7 @@ def with_missing_gradients(base, **options):
 
 
 def with_observations(base, **options):
-    course = Course(base, **options)
+    course = Course(base, shapes=[*SHAPES, (60, 70)], **options)
     for index in range(5):
         if index != 2:
             course.step(index, "observe")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mechanic import tuner as _tuner
 from mechanic.torch.gpu import columns
 from mechanic.torch.gpu.programs import (
     AFTER,
@@ -23,11 +24,13 @@ from mechanic.torch.gpu.programs import (
     TUNED,
     _number,
 )
-from mechanic.tuner import FINDING_STEPS as _FINDING_STEPS
-from mechanic.tuner import ZERO_START_NORM as _ZERO_START_NORM
 
-FINDING_STEPS = tl.constexpr(_FINDING_STEPS)
-ZERO_START_NORM = tl.constexpr(_ZERO_START_NORM)
+FINDING_STEPS = tl.constexpr(_tuner.FINDING_STEPS)
+ZERO_START_NORM = tl.constexpr(_tuner.ZERO_START_NORM)
+STAKE_GROWTH = tl.constexpr(_tuner.STAKE_GROWTH)
+LARGEST_STAKE = tl.constexpr(_tuner.LARGEST_STAKE)
+ENOUGH_WON = tl.constexpr(_tuner.ENOUGH_WON)
+SMALL_GRADIENT = tl.constexpr(_tuner.SMALL_GRADIENT)
 INFINITY = tl.constexpr(float("inf"))
 S_INIT = tl.constexpr(columns.S_INIT)
 CONFIG_DECAY = tl.constexpr(columns.CONFIG_DECAY)
@@ -142,7 +145,9 @@ def tune(
     old_largest_scale = tl.load(own + 7 * N, used, 0.0)
     old_steps = tl.load(own + 8 * N, used, 0.0)
     old_largest_rate = tl.load(own + 9 * N, used, 0.0)
-    old_nonfinite_steps = tl.load(own + 10 * N, used, 0.0)
+    old_largest_grad = tl.load(own + 10 * N, used, 0.0)
+    old_stake = tl.load(own + 11 * N, used, 0.0)
+    old_nonfinite_steps = tl.load(own + 12 * N, used, 0.0)
     rate = _number(groups + first_group * GROUP, RATE)
     for group in range(first_group, last_group):
         rate_at = tl.load(groups + group * GROUP + RATE_AT)
@@ -152,23 +157,31 @@ def tune(
 
     # mechanic.tuner.update
     scale = tl.sum(old_scales, 0)
-    param_norm = tl.where(param_sq > 0, tl.sqrt(param_sq), 1.0)
-    feedback = delta_grad + decay * scale * tl.sqrt(grad_sq) * (delta_param / param_norm)
+    param_norm = tl.where(param_sq > 0, tl.sqrt(param_sq), ZERO_START_NORM)
+    grad_norm, delta_norm = tl.sqrt(grad_sq), tl.sqrt(delta_sq)
+    feedback = delta_grad + decay * scale * grad_norm * (delta_param / param_norm)
 
     largest_feedback = tl.maximum(betas * old_largest_feedback, tl.abs(feedback))
     root_variance = _hypot(betas * old_root_variance, feedback)
     reward = tl.maximum(betas * old_reward - old_scales * feedback, 0.0)
 
-    first_norm = tl.where(param_sq > 0, tl.sqrt(param_sq), ZERO_START_NORM)
-    initial_norm = tl.where(old_initial_norm > 0, old_initial_norm, first_norm)
-    largest_delta = tl.maximum(old_largest_delta, tl.sqrt(delta_sq))
+    initial_norm = tl.where(old_initial_norm > 0, old_initial_norm, param_norm)
+    largest_delta = tl.maximum(old_largest_delta, delta_norm)
     some_delta = tl.where(largest_delta > 0, largest_delta, 1.0)
+    largest_grad, stake = tl.maximum(old_largest_grad, grad_norm), old_stake
+    s_init = config_s_init
     if RELATIVE_START:
-        s_init = tl.where(largest_delta > 0, config_s_init * initial_norm / some_delta, 0.0)
-    else:
-        s_init = config_s_init
+        s_init = config_s_init * initial_norm / some_delta
+    staked = s_init * largest_feedback / N
+    if RELATIVE_START:
+        poor = tl.sum(tl.where(used, reward - ENOUGH_WON * staked, 0.0), 0) < 0
+        grown = tl.where(poor, tl.where(grad_norm > SMALL_GRADIENT * largest_grad, stake * STAKE_GROWTH, stake), stake)
+        fastest = tl.min(tl.where(used, betas, 2.0), 0)
+        pays = tl.max(tl.where(used, tl.where(betas == fastest, reward, 0.0), 0.0), 0) > 0
+        stake = tl.minimum(tl.maximum(tl.where(pays, grown, stake / STAKE_GROWTH), 1.0), LARGEST_STAKE)
+        staked = stake * staked
 
-    wealth = s_init * largest_feedback / N + reward
+    wealth = staked + reward
     scales = wealth / tl.where(root_variance > 0, root_variance + eps, 1.0)
     scales = tl.where(used, scales, 0.0)
     if GUARD:
@@ -198,6 +211,8 @@ def tune(
     largest_scale = tl.where(learns, largest_scale, old_largest_scale)
     steps = tl.where(learns, old_steps + 1, old_steps)
     largest_rate = tl.where(learns, largest_rate, old_largest_rate)
+    largest_grad = tl.where(learns, largest_grad, old_largest_grad)
+    stake = tl.where(learns, stake, old_stake)
     nonfinite_steps = tl.where(finite, old_nonfinite_steps, old_nonfinite_steps + 1)
 
     # mechanic.tuner.delta_retention
@@ -236,7 +251,9 @@ def tune(
         tl.store(row + 7 * N, largest_scale, used)
         tl.store(row + 8 * N, steps, used)
         tl.store(row + 9 * N, largest_rate, used)
-        tl.store(row + 10 * N, nonfinite_steps, used)
+        tl.store(row + 10 * N, largest_grad, used)
+        tl.store(row + 11 * N, stake, used)
+        tl.store(row + 12 * N, nonfinite_steps, used)
         shown_at = tl.load(record + SHOWN_AT)
         tl.store(shown_at.to(tl.pointer_type(tl.float64)), new_scale / _number(record, PEAK), shown_at != 0)
     if COUNTS:
