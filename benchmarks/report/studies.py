@@ -25,6 +25,9 @@ SETTLING_CHOSEN_ON |= {f"convex-{name}" for name in ("vehicle", "iris", "wine", 
 BEFORE_KEEPING_STILL = "variant before keeping still /"
 """The defaults as far as settling. Commit 33f5c99 made these records; the code of today cannot make them again."""
 
+BEFORE_GROWING = "variant before growing /"
+"""The defaults before the stake could grow, up to commit e5cbdc7. Whatever is compared with them was made with them."""
+
 
 def choice(
     results: Results, without: str, ours: str, chosen_on: Iterable[str] = (), bases: Iterable[str] = ("sgd", "adamw")
@@ -51,6 +54,9 @@ def choice(
     return table(["", *(BASES[base] for base in means)], rows)
 
 
+growing = functools.partial(choice, without=BEFORE_GROWING, ours="mechanic", bases=BASES)
+
+
 # Studies beyond the paper.
 
 
@@ -68,11 +74,11 @@ def held_out(results: Results) -> str:
     """Test losses, and how much of the gap to a learning rate tuned on them is closed."""
     rows = []
     for task in _having(results, "observing 4 / adamw", FEW):
-        names = ("adamw", "mechanic adamw", "observing 1 / adamw", "observing 4 / adamw")
+        names = ("adamw", f"{BEFORE_GROWING} adamw", "observing 1 / adamw", "observing 4 / adamw")
         tuned, ours, *observing = (_mean_final(results, task, name, "test_loss") for name in names)
         closed = (f"{found:.3f} ({100 * (ours - found) / (ours - tuned):.0f} %)" for found in observing)
         learned = statistics.mean(
-            final(record, "train_accuracy") for record in results.records_of(task, "mechanic adamw")
+            final(record, "train_accuracy") for record in results.records_of(task, f"{BEFORE_GROWING} adamw")
         )
         rows.append([task, percent(learned), f"{tuned:.3f}", f"{ours:.3f}", *closed])
     return table(
@@ -84,8 +90,8 @@ def dropout(results: Results) -> str:
     """Rho with AdamW, task by task."""
     rows = []
     order = [GPT, *DROPOUT[:3], *FINE_TUNING[:2], *DROPOUT[3:], *FINE_TUNING[2:4]]
-    for task in _having(results, "mechanic adamw", order):
-        names = ("mechanic-paper adamw", "mechanic adamw", "observing 1 / adamw")
+    for task in _having(results, f"{BEFORE_GROWING} adamw", order):
+        names = ("mechanic-paper adamw", f"{BEFORE_GROWING} adamw", "observing 1 / adamw")
         found = (results.rho(task, name, "adamw") for name in names)
         rows.append([task, *(percent(statistics.mean(values)) if values else "" for values in found)])
     return table(["", "paper preset", "Mechanic", "observing"], rows)
@@ -121,13 +127,13 @@ def layers(results: Results) -> str:
 
 def long(results: Results) -> str:
     names = {"variant before forgetting /": "before forgetting", "variant before settling /": "before settling"}
-    names |= {BEFORE_KEEPING_STILL: "before keeping still", "mechanic": "now"}
+    names |= {BEFORE_KEEPING_STILL: "before keeping still", BEFORE_GROWING: "keeping still"}
     rows = [
         [
             f"{task}, {BASES[base]}",
             *(f"{_mean_final(results, task, f'{name} {base}', 'train_loss'):.4f}" for name in names),
         ]
-        for task in _having(results, "mechanic adamw", LONG)
+        for task in _having(results, f"{BEFORE_GROWING} adamw", LONG)
         for base in ("sgd", "adamw")
     ]
     return table(["train loss after 2000 steps", *names.values()], rows)
@@ -151,7 +157,7 @@ def storages(results: Results) -> str:
     for task in results.tasks():
         cells = [task]
         for base in bases:
-            names = [f"mechanic {base}", *(f"delta {name} / {base}" for name in STORAGES)]
+            names = [f"{BEFORE_GROWING} {base}", *(f"delta {name} / {base}" for name in STORAGES)]
             found = [results.rho_of_every_seed(task, name, base) for name in names]
             if seeds := set.intersection(*map(set, found)):
                 whole, *stored = found
@@ -185,7 +191,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "settling": functools.partial(
         choice, without="variant before settling /", ours=BEFORE_KEEPING_STILL, chosen_on=SETTLING_CHOSEN_ON
     ),
-    "keeping-still": functools.partial(choice, without=BEFORE_KEEPING_STILL, ours="mechanic", bases=BASES),
+    "keeping-still": functools.partial(choice, without=BEFORE_KEEPING_STILL, ours=BEFORE_GROWING, bases=BASES),
+    "growing": growing,
     "held-out": held_out,
     "dropout": dropout,
     "schedule-free": schedule_free,

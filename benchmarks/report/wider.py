@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.report import sceptic, tables
+from benchmarks.report import sceptic, studies, tables
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Results
 from benchmarks.suite.record import final
@@ -70,6 +70,7 @@ _MAKERS: dict[str, Callable[[Results], str]] = {
     "peers": tables.peers,
     "losing": sceptic.losing,
     "on-test-data": on_test_data,
+    "growing": studies.growing,
 }
 TABLES: dict[str, Callable[[Results], str]] = {"horizons": horizons} | {
     f"{suite}-{name}": functools.partial(_of_suite, make=make, tasks=tasks)

@@ -22,6 +22,7 @@ PACKAGES = (
     *("torch", "mechanic-pytorch", "dadaptation", "prodigyopt", "dog-optimizer", "schedulefree"),
     *("pytorch_optimizer", "prodigy-plus-schedule-free", "transformers", "tokenizers"),
 )
+TUNER = 2  # raised when a change of mechanic.tuner changes the numbers of ours; 2: the stake grows
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,7 +57,7 @@ def final(record: dict[str, Any], key: str = "train_loss") -> float:
 
 def environment(commit: str | None, device: str = "cpu") -> dict[str, Any]:
     """What made a record: code, packages and machine; no names of hosts or folders."""
-    return {"commit": commit, "machine": machine(device), "versions": versions()}
+    return {"commit": commit, "tuner": TUNER, "machine": machine(device), "versions": versions()}
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def claims_of(tables):
     zero = "gains as 0"
     behind = sorted(float(summary[name][zero]) for name in (PRODIGY, ADAPTATION, DOG))
     above_10 = sum(float(row["ρ %"]) > 10 for row in losing.values())
-    clinc = sorted(whole(per_task[f"bert-clinc150{kind}"][SGD]) for kind in ("", "-dropout0.1"))
+    clinc = [whole(per_task[f"bert-clinc150{kind}"][SGD]) for kind in ("", "-dropout0.1")]
     cifar, lstm = losing[f"resnet-cifar100, {LION}"], per_task["lstm-tatoeba"]
     return (
         f"We trained {len(tables['peers'])} tasks with {len(bases)} base optimizers each",

@@ -6,26 +6,26 @@ import pytest
 
 pytest.importorskip("ray")
 from benchmarks.suite.measure import Settings, execute
-from benchmarks.suite.record import machine, raised, versions
+from benchmarks.suite.record import TUNER, machine, raised, versions
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.tasks import TASKS
 from tests.benchmarks.runs import needs_data
 
+OURS = ("mechanic ", "variant ", "per layer ", "observing ", "delta ", "flat ")
 SECONDS = 5.0  # longer runs are left to the suite itself
 
 
 def is_repeatable(record):
     """Another CPU, or another version of a package, may round otherwise.
 
-    Records without a commit are from before the schedules with a warm-up were fixed, and from earlier defaults of ours.
+    Records without a commit are from before the schedules with a warm-up were fixed, and from an earlier preset.
     """
-    ours = record["contender"].startswith(
-        ("mechanic ", "mechanic-paper ", "variant ", "per layer ", "observing ", "towards start ")
-    )
+    preset = record["contender"].startswith(("mechanic-paper ", "towards start "))
     return (
         not raised(record)
         and record["seconds"] < SECONDS
-        and ("commit" in record or (TASKS[record["task"]].schedule(0.0) > 0 and not ours))
+        and ("commit" in record or (TASKS[record["task"]].schedule(0.0) > 0 and not preset))
+        and (record.get("tuner") == TUNER or not record["contender"].startswith(OURS))
         and record.get("machine", machine()) == machine()
         and record["versions"].items() <= versions().items()
     )

@@ -49,7 +49,7 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
 def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
     steps = 500 if wrap is by_default else 200
 
-    def run(spoil):
+    def run(spoil, first=0):
         rng = random.Random(1)
         model = base.model()
         optimizer = wrap(base.make(model.parameters()))
@@ -57,7 +57,7 @@ def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, w
         poisoned = bad_steps(rng, steps)
         for step in range(steps):
             optimizer.zero_grad()
-            backward(model, step)
+            backward(model, first + step)
             if step in poisoned:
                 spoil(model, rng)
             optimizer.step()
@@ -73,7 +73,9 @@ def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, w
     for everywhere in (False, True):
         assert same_bits(zeroed, run(lambda model, rng, e=everywhere: poison(model, rng, everywhere=e))[0])
     if wrap is by_default:
-        assert loss < 1.5 * run(lambda model, rng: None)[1]  # from 0.7 to 1.3 times over three draws of the bad steps
+        # The order of the batches alone changes the loss by a factor of two.
+        losses = [run(lambda model, rng: None, first)[1] for first in range(0, 4000, 1000)]
+        assert loss < 1.5 * sum(losses) / len(losses)
 
 
 @both_paths

@@ -81,7 +81,7 @@ def test_a_layer_that_is_not_trained_stays_where_it_is_when_the_base_goes_to_its
     trained, frozen = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
     optimizer = Mechanic(schedulefree.AdamWScheduleFree([trained, frozen], lr=1.0), own_iterates=True)
     optimizer.train()
-    for _ in range(30):
+    for _ in range(20):  # a few more, and bfloat16 is at the optimum, from which nothing moves
         optimizer.zero_grad()
         quadratic(trained, frozen).backward()
         optimizer.step()
