@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks.report.markdown import percent, table
-from benchmarks.report.results import BASES, FAMILIES, Results, members
+from benchmarks.report.results import BASES, FAMILIES, Results
 from benchmarks.suite.contenders import CHANGES
 from benchmarks.suite.record import final
 from benchmarks.suite.tasks import HARD
@@ -131,29 +130,14 @@ def on_test_data(results: Results) -> str:
 
 
 def cost(results: Results) -> str:
-    """Runs to an answer, and the time of a run as a ratio to the bare base's, median over tasks."""
+    """Runs to an answer, on one seed."""
     rows = []
     for base, label in BASES.items():
         grids = [len(results.runs(task, base)) for task in results.tasks() if results.runs(task, base)]
         if grids:
-            mean = statistics.mean(grids)
-            rows.append([f"{label}, tuned", f"{mean:.1f}", "1.00", f"{mean:.1f}"])
-    for name, label in FAMILIES.items():
-        ratios = []
-        for base, contender in members(name).items():
-            for task in results.tasks():
-                bare, own = (_seconds(results.runs(task, who)) for who in (base, contender))
-                if bare and own:
-                    ratios.append(own / bare)
-        if ratios:
-            ratio = statistics.median(ratios)
-            rows.append([label, 1, f"{ratio:.2f}", f"{ratio:.1f}"])
-    return table(["", "runs", "time of a run", "runs × time"], rows)
-
-
-def _seconds(by_lr: dict[float, list[dict[str, Any]]]) -> float | None:
-    values = [record["seconds"] for records in by_lr.values() for record in records if record["seconds"]]
-    return statistics.median(values) if values else None
+            rows.append([f"{label}, tuned", f"{statistics.mean(grids):.1f}"])
+    rows += [[label, 1] for name, label in FAMILIES.items() if results.family(name)]
+    return table(["", "runs"], rows)
 
 
 def flatness(results: Results) -> str:
