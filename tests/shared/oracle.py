@@ -101,7 +101,7 @@ class Oracle:
         self.r = np.maximum(0, self.r)  # 14
         largest_before = self.largest_delta
         self.largest_delta = max(largest_before, float(norm(delta)))
-        wealth = self._s_init(g, x, delta) * self.m / self.n + self.r  # 15
+        wealth = self._s_init(g, x) * self.m / self.n + self.r  # 15
         root = np.sqrt(self.v) + (0.0 if d.no_epsilon else EPSILON)
         s = wealth / np.where(root > 0, root, 1.0)  # 16
         floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
@@ -133,7 +133,7 @@ class Oracle:
         rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
         return max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
 
-    def _s_init(self, g: Floats, x: Floats, delta: Floats) -> float:
+    def _s_init(self, g: Floats, x: Floats) -> float:
         if not self.departures.relative_start:
             return self.s_init
         if self.initial_norm == 0:

@@ -206,9 +206,9 @@ def test_the_stake_does_not_grow_once_enough_is_won():
 
 def test_the_stake_does_not_grow_once_gradients_are_small():
     small = [[-0.19, 0.0, 0.19**2, 1.0, 1.0]]
-    smaller = [[-0.21, 0.0, 0.21**2, 1.0, 1.0]]
+    larger = [[-0.21, 0.0, 0.21**2, 1.0, 1.0]]
     assert stake_after(WON, WON, *[small] * 5) == pytest.approx(1.1)
-    assert stake_after(WON, WON, *[smaller] * 5) == pytest.approx(1.1**6)
+    assert stake_after(WON, WON, *[larger] * 5) == pytest.approx(1.1**6)
 
 
 @pytest.mark.parametrize("config", [TunerConfig.paper(), TunerConfig.starting_at(0.1)])
@@ -217,7 +217,7 @@ def test_an_absolute_start_has_no_stake_that_grows(config):
 
 
 def test_the_stake_has_a_largest_size():
-    # Without a learning rate S stays where it is, and so nothing more is won than these steps decay.
+    # At a learning rate of 0, S and so the reward stay small, and nothing but the limit ends the growth.
     config, betas, won = TunerConfig(), np.array(TunerConfig().betas), np.array(WON)
     state = play(config, [won] * 2, tuners=1)
     nothing = np.array([[-1e-9, 0.0, 1.0, 1.0, 1.0]])
