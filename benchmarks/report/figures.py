@@ -206,8 +206,8 @@ def batch_and_width(results: Results) -> Any:
 
 
 def _best_lr(results: Results, task: str) -> float:
-    by_lr = {lr: statistics.mean(final(r) for r in runs) for lr, runs in results.runs(task, "adamw").items()}
-    return min(by_lr, key=by_lr.__getitem__) if by_lr else np.nan
+    tuned = results.tuned(task, "adamw", "train_loss")
+    return tuned[0] if tuned else np.nan
 
 
 def muon_widths(results: Results) -> Any:
