@@ -33,7 +33,7 @@ STAKE_GROWTH = 1.1
 LARGEST_STAKE = 1e4
 """The stake may grow to this many times its first size."""
 
-ENOUGH_WON = 25.0
+ENOUGH_WON = 100.0
 """The stake grows while all rewards together are less than this many times what was staked at first."""
 
 SMALL_GRADIENT = 0.2
@@ -177,15 +177,16 @@ def delta_retention(
         return None
     # One number per tuner; the state holds it n times, so that all fields have one shape.
     former, largest, steps, peak = (
-        xp.sum(array, -1) / len(config.betas)
-        for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
+        array[..., 0] for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
     )
     limit = config.forgetting / (steps + FINDING_STEPS)
-    shrunk = xp.where(former > 0, former / xp.where(largest > 0, largest, 1.0), 1.0)
+    moved = former > 0
+    shrunk = xp.where(moved, former / xp.where(moved, largest, 1.0), 1.0)
     if rate is None or not config.settle:
         return xp.maximum(shrunk, 1 - limit)
     scale, new_scale = total_scale(before, xp), total_scale(after, xp)
-    still = xp.where((scale > 0) & (new_scale > 0), scale / xp.where(new_scale > 0, new_scale, 1.0), 1.0)
+    both = (scale > 0) & (new_scale > 0)
+    still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
     span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
     return xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
 
@@ -255,20 +256,29 @@ def update(
     largest_delta = xp.maximum(state.largest_delta, delta_norm)
     some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
     largest_grad, stake = xp.maximum(state.largest_grad, grad_norm), state.stake
-    # A relative start moves x by at most this fraction of |x_1| at first, whatever the size of the base's updates.
-    s_init = config.s_init * initial_norm / some_delta if config.relative_start else config.s_init
-    staked = s_init * largest_feedback / n
-    if config.relative_start:
+    some_variance = xp.where(root_variance > 0, root_variance + config.eps, 1.0)
+    if not config.relative_start:
+        staked = config.s_init * largest_feedback / n
+    else:
+        # It moves x by at most this fraction of |x_1| at first, whatever the size of the base's updates.
+        staked = config.s_init / n * initial_norm / some_delta * largest_feedback
         # On a plateau nothing is won with that. So the stake grows while the last steps do not speak against Delta,
         # little has been won and training has not converged.
         poor = xp.sum(reward - ENOUGH_WON * staked, -1, keepdims=True) < 0
         grown = xp.where(poor & (grad_norm > SMALL_GRADIENT * largest_grad), stake * STAKE_GROWTH, stake)
         pays = tuple(reward.T)[config.betas.index(min(config.betas))].reshape(-1, 1) > 0  # for the fastest scale
-        stake = xp.clip(xp.where(pays, grown, stake / STAKE_GROWTH), 1.0, LARGEST_STAKE)
+        stake = xp.where(pays, grown, stake / STAKE_GROWTH)
+        # S gets m / sqrt(v) of the stake, which jumps with a feedback larger than all before. If that speaks against
+        # Delta, S must not rise by it: the next step would be a larger mistake, and so on.
+        some_former = xp.where(state.root_variance > 0, state.root_variance, 1.0)
+        former = xp.clip(xp.sum(state.largest_feedback / some_former, -1, keepdims=True), 1e-9, None)
+        share = xp.sum(largest_feedback / some_variance, -1, keepdims=True)
+        jump = xp.clip(xp.where(feedback > 0, share / former, 1.0), 1.0, None)
+        stake = xp.clip(stake / jump, 1.0, LARGEST_STAKE)
         staked = stake * staked
 
     wealth = staked + reward  # W
-    scales = wealth / xp.where(root_variance > 0, root_variance + config.eps, 1.0)
+    scales = wealth / some_variance
     if config.guard:
         # Near interpolation one bad batch can set every reward to zero, and x would jump back to its start. At most
         # half of the distance from it is lost, not of S: a young Delta can grow many times over in one step.

@@ -95,13 +95,15 @@ class Oracle:
         d, norm = self.departures, np.linalg.norm
         pull = self.lam * self.scale * norm(g) * x / norm(x) if norm(x) > 0 else 0.0 * x
         h = float(np.vdot(delta, g + pull))  # 10
+        m, v = self.m, self.v
         self.m = np.maximum(self.beta * self.m, abs(h) if d.absolute_feedback else h)  # 11
         self.v = self.beta**2 * self.v + h**2  # 12
         self.r = self.beta * self.r - (self.s if d.reward_of_scale_in_force else self.s_before) * h  # 13
         self.r = np.maximum(0, self.r)  # 14
         largest_before = self.largest_delta
         self.largest_delta = max(largest_before, float(norm(delta)))
-        wealth = self._s_init(g, x) * self.m / self.n + self.r  # 15
+        rise = self._share(self.m, self.v) / self._share(m, v) if h > 0 and m.any() else 1.0
+        wealth = self._s_init(g, x, rise) * self.m / self.n + self.r  # 15
         root = np.sqrt(self.v) + (0.0 if d.no_epsilon else EPSILON)
         s = wealth / np.where(root > 0, root, 1.0)  # 16
         floor = self.scale / 2 * (largest_before / self.largest_delta if self.largest_delta > 0 else 1.0)
@@ -133,7 +135,11 @@ class Oracle:
         rate = self.base.lr(self.base.t - 1)  # of the step that line 7 took
         return max(rate, 0.0) / self.largest_rate if self.largest_rate > 0 else 0.0
 
-    def _s_init(self, g: Floats, x: Floats) -> float:
+    @staticmethod
+    def _share(m: Floats, v: Floats) -> float:
+        return float(np.mean(m / np.sqrt(v)))
+
+    def _s_init(self, g: Floats, x: Floats, rise: float) -> float:
         if not self.departures.relative_start:
             return self.s_init
         if self.initial_norm == 0:
@@ -143,14 +149,16 @@ class Oracle:
             return 0.0
         first = self.s_init * self.initial_norm / self.largest_delta
         if self.departures.growing_stake:
-            self._change_stake(float(np.linalg.norm(g)), first)
+            self._change_stake(float(np.linalg.norm(g)), first, rise)
         return first * self.stake
 
-    def _change_stake(self, gradient: float, first: float) -> None:
+    def _change_stake(self, gradient: float, first: float, rise: float) -> None:
+        factor = 1.0
         if self.r[np.argmin(self.beta)] == 0:
-            self.stake = max(self.stake / 1.1, 1.0)
-        elif self.r.sum() < 25 * first * self.m.mean() and gradient > 0.2 * self.largest_gradient:
-            self.stake = min(self.stake * 1.1, 1e4)
+            factor = 1 / 1.1
+        elif self.r.sum() < 100 * first * self.m.mean() and gradient > 0.2 * self.largest_gradient:
+            factor = 1.1
+        self.stake = min(max(self.stake * factor / max(rise, 1.0), 1.0), 1e4)
 
 
 # Bases, written here once more so that no line of torch is trusted. Each takes lr as a function of the step.

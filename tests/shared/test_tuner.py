@@ -184,7 +184,7 @@ def test_the_free_stake_moves_the_parameters_by_one_percent_whatever_their_units
         assert total_scale(state, np).item() * unit_of_delta == pytest.approx(0.01 * unit_of_x)
 
 
-WON, LOST = [[-1.0, 0.0, 1.0, 1.0, 1.0]], [[1e3, 0.0, 1.0, 1.0, 1.0]]
+WON, LOST = [[-1.0, 0.0, 1.0, 1.0, 1.0]], [[1.0, 0.0, 1.0, 1.0, 1.0]]
 
 
 def stake_after(*sums, config=None):
@@ -194,8 +194,24 @@ def stake_after(*sums, config=None):
 def test_the_stake_grows_while_delta_is_rewarded_and_shrinks_to_its_first_size():
     assert stake_after(WON) == 1  # S was 0, so nothing was won
     assert stake_after(*[WON] * 5) == pytest.approx(1.1**4)
-    assert stake_after(*[WON] * 5, LOST) == pytest.approx(1.1**3)
-    assert stake_after(*[WON] * 5, *[LOST] * 5) == 1
+    stakes = [stake_after(*[WON] * 5, *[LOST] * steps) for steps in range(20)]
+    assert max(stakes) == max(stakes[:10])  # by then the reward is lost
+    assert stakes[10] == pytest.approx(stakes[9] / 1.1)
+    assert stakes[-1] == 1
+
+
+@pytest.mark.parametrize("size", [1.5, 30.0, 1e6])
+def test_a_step_against_delta_does_not_raise_s_however_large_it_is(size):
+    config, betas = TunerConfig(), np.array(TunerConfig().betas)
+    state = play(config, [np.array(row) for row in [WON, LOST] * 20], tuners=1)
+    state = state._replace(stake=np.full_like(state.stake, 100.0), reward=np.zeros_like(state.reward))
+    state = update(state, np.array(LOST), betas, config, np)
+    after = update(state, np.array([[size, 0.0, 1.0, 1.0, 1.0]]), betas, config, np)
+    assert total_scale(after, np) <= total_scale(state, np)
+    # Nor later, when the feedback is as it was, and the large one is still the largest.
+    for row in [LOST, WON] * 2:
+        after = update(after, np.array(row), betas, config, np)
+        assert total_scale(after, np) <= 1.21 * total_scale(state, np)
 
 
 def test_the_stake_does_not_grow_once_enough_is_won():

@@ -169,20 +169,24 @@ def tune(
     largest_delta = tl.maximum(old_largest_delta, delta_norm)
     some_delta = tl.where(largest_delta > 0, largest_delta, 1.0)
     largest_grad, stake = tl.maximum(old_largest_grad, grad_norm), old_stake
-    s_init = config_s_init
+    some_variance = tl.where(root_variance > 0, root_variance + eps, 1.0)
+    staked = config_s_init * largest_feedback / N
     if RELATIVE_START:
-        s_init = config_s_init * initial_norm / some_delta
-    staked = s_init * largest_feedback / N
-    if RELATIVE_START:
+        staked = config_s_init / N * initial_norm / some_delta * largest_feedback
         poor = tl.sum(tl.where(used, reward - ENOUGH_WON * staked, 0.0), 0) < 0
         grown = tl.where(poor, tl.where(grad_norm > SMALL_GRADIENT * largest_grad, stake * STAKE_GROWTH, stake), stake)
         fastest = tl.min(tl.where(used, betas, 2.0), 0)
         pays = tl.max(tl.where(used, tl.where(betas == fastest, reward, 0.0), 0.0), 0) > 0
-        stake = tl.minimum(tl.maximum(tl.where(pays, grown, stake / STAKE_GROWTH), 1.0), LARGEST_STAKE)
+        stake = tl.where(pays, grown, stake / STAKE_GROWTH)
+        some_former = tl.where(old_root_variance > 0, old_root_variance, 1.0)
+        former = tl.maximum(tl.sum(old_largest_feedback / some_former, 0), 1e-9)
+        share = tl.sum(tl.where(used, largest_feedback / some_variance, 0.0), 0)
+        jump = tl.maximum(tl.where(feedback > 0, share / former, 1.0), 1.0)
+        stake = tl.minimum(tl.maximum(stake / jump, 1.0), LARGEST_STAKE)
         staked = stake * staked
 
     wealth = staked + reward
-    scales = wealth / tl.where(root_variance > 0, root_variance + eps, 1.0)
+    scales = wealth / some_variance
     scales = tl.where(used, scales, 0.0)
     if GUARD:
         fallen = scale / 2 * (old_largest_delta / some_delta) - tl.sum(scales, 0)
