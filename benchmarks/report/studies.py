@@ -28,6 +28,9 @@ BEFORE_KEEPING_STILL = "variant before keeping still /"
 BEFORE_GROWING = "variant before growing /"
 """The defaults before the stake could grow, up to commit e5cbdc7. Whatever is compared with them was made with them."""
 
+AT_THE_LOOK = "variant at the look /"
+"""The defaults when the held-out tasks were looked at, commit fa41979. What is recorded on them since has been seen."""
+
 
 def choice(
     results: Results, without: str, ours: str, chosen_on: Iterable[str] = (), bases: Iterable[str] = ("sgd", "adamw")
@@ -55,6 +58,7 @@ def choice(
 
 
 growing = functools.partial(choice, without=BEFORE_GROWING, ours="mechanic", bases=BASES)
+since_the_look = functools.partial(choice, without=AT_THE_LOOK, ours="mechanic", bases=BASES)
 
 
 # Studies beyond the paper.

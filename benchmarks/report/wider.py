@@ -71,6 +71,7 @@ _MAKERS: dict[str, Callable[[Results], str]] = {
     "losing": sceptic.losing,
     "on-test-data": on_test_data,
     "growing": studies.growing,
+    "since-the-look": studies.since_the_look,
 }
 TABLES: dict[str, Callable[[Results], str]] = {"horizons": horizons} | {
     f"{suite}-{name}": functools.partial(_of_suite, make=make, tasks=tasks)

@@ -284,3 +284,26 @@ def test_the_scale_is_not_dropped_by_a_deepcopy():
     optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
     train(model, optimizer, 5)
     assert scale(copy.deepcopy(optimizer)) == scale(optimizer)
+
+
+# Steep losses.
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("layers", [4, 6])
+def test_with_clipped_gradients_a_deep_linear_network_does_not_diverge_under_sgd(layers, seed):
+    """Without clipping it does, on most starts: docs/troubleshooting.md, "The loss jumps and stays up"."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
+    target = torch.randn(16, 16) * 0.75
+    optimizer = Mechanic(optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    losses = []
+    for _ in range(200):
+        inputs = torch.randn(8, 16)
+        loss = (model(inputs) - inputs @ target - torch.randn(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-20:]) < sum(losses[:20])
