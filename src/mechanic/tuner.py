@@ -177,7 +177,7 @@ def delta_retention(
         return None
     # One number per tuner; the state holds it n times, so that all fields have one shape.
     former, largest, steps, peak = (
-        tuple(array.T)[0] for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
+        next(iter(array.T)) for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
     )
     limit = config.forgetting / (steps + FINDING_STEPS)
     moved = former > 0
