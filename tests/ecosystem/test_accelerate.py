@@ -71,7 +71,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(layout, on_two_ranks, tmp
     assert on_two_ranks[layout]["sharded"] == (layout == "fsdp2")
     for one, two, again in zip(expected, whole, resumed, strict=True):
         assert two.equal(again)
-        torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)  # sums of two ranks round differently
 
 
 def test_muon_without_learning_rates_resumes_bit_for_bit(tmp_path):

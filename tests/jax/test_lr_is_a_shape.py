@@ -131,7 +131,7 @@ def test_where_a_schedule_falls_below_zero_the_scale_stays_and_the_base_steps_as
         expected = x - float(scale(state)) * schedule(count) * gradient_of(x)
         x, after = run(optimizer, [1.0], x=x, state=state)
         assert scale(after) == scale(state) > 0
-        np.testing.assert_allclose(x, expected, rtol=1e-5)
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-7)  # one of them comes near 0
         state = after
 
 
