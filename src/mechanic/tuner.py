@@ -270,6 +270,7 @@ def update(
         stake = xp.where(pays, grown, stake / STAKE_GROWTH)
         # S gets m / sqrt(v) of the stake, which jumps with a feedback larger than all before. If that speaks against
         # Delta, S must not rise by it: the next step would be a larger mistake, and so on.
+        # Before the first feedback the former share is 0, and the stake has not grown.
         some_former = xp.where(state.root_variance > 0, state.root_variance, 1.0)
         former = xp.clip(xp.sum(state.largest_feedback / some_former, -1, keepdims=True), 1e-9, None)
         share = xp.sum(largest_feedback / some_variance, -1, keepdims=True)
