@@ -16,6 +16,7 @@ except RuntimeError:
         del sys.modules[name]
 
 from timm.optim import _optim_factory, create_optimizer_v2, list_optimizers
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import timm_factory
 from mechanic.integrations.timm import register
@@ -31,7 +32,7 @@ def test_the_factory_builds_and_trains_every_registered_name():
         optimizer = create_optimizer_v2(model, name, lr=1.0, weight_decay=0.01)
         assert isinstance(optimizer, Mechanic)
         assert len(optimizer.param_groups) == 2  # decay and no decay
-        assert train(model, optimizer, 60) < 1.0, name
+        assert train(model, optimizer, 60, scheduler=CosineAnnealingLR(optimizer, 60)) < 1.0, name
 
 
 def test_what_the_factory_builds_is_mechanic_around_what_it_builds_bare():
@@ -65,7 +66,7 @@ def test_what_contrib_proposes_to_timm_builds_and_trains():
         model = mlp()
         optimizer = registry.create_optimizer(model, name, lr=1.0, weight_decay=0.01, momentum=0.9, eps=1e-8)
         assert type(optimizer) is cls
-        assert train(model, optimizer, 60) < 1.0, name
+        assert train(model, optimizer, 60, scheduler=CosineAnnealingLR(optimizer, 60)) < 1.0, name
 
 
 def test_an_unknown_name_is_refused():
