@@ -39,6 +39,15 @@ ENOUGH_WON = 100.0
 SMALL_GRADIENT = 0.2
 """The stake grows while the gradient is larger than this fraction of the largest one so far."""
 
+TINY_GRADIENT = 0.02
+"""Below this fraction of the largest gradient so far the train data are learned by heart, and ``late_decay`` acts."""
+
+GRADIENT_JUMP = 2.0
+"""A gradient counts as at most this many times the largest one before, so that one bad batch does not stand for all."""
+
+TINY = 1e-37
+"""Divisors are at least this, so that 0 / 0 is 0. It is a normal number in float32, too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TunerConfig:
@@ -51,7 +60,10 @@ class TunerConfig:
             the parameters before anything has been learned; otherwise it is the first scale itself. Default: 0.01.
         relative_start: measure ``s_init`` against the norm of the parameters, and let the stake grow where training
             starts on a plateau. Default: True.
-        decay: the paper's lambda. It keeps S from growing without bound on separable data. Default: 0.001.
+        decay: the paper's lambda. It keeps S from running away at a large S. Default: 0.001.
+        late_decay: the same, without the factor S, once the gradient is below a fiftieth of its largest norm. Then the
+            train data are learned by heart, and parameters that go on growing would still lower the train loss, but
+            raise the test loss. Default: 0.1.
         eps: added to sqrt(v). Where sqrt(v) is 0 nothing is divided, so it is not needed. Default: 0.
         guard: let the parameters fall back by at most half of their distance from the start per step, so that one bad
             batch cannot undo a run. Default: True.
@@ -75,6 +87,7 @@ class TunerConfig:
     s_init: float = 0.01
     relative_start: bool = True
     decay: float = 0.001
+    late_decay: float = 0.1
     eps: float = 0.0
     guard: bool = True
     forgetting: float = 4.0
@@ -88,7 +101,7 @@ class TunerConfig:
             raise ValueError(f"betas must be one or more numbers in [0, 1], got {self.betas}")
         if not (self.s_init > 0 and math.isfinite(self.s_init)):
             raise ValueError(f"s_init must be positive and finite, or S never leaves 0, got {self.s_init}")
-        for name in ("decay", "eps", "forgetting"):
+        for name in ("decay", "late_decay", "eps", "forgetting"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be non-negative and finite, got {value}")
@@ -112,6 +125,7 @@ class TunerConfig:
             s_init=1e-8,
             relative_start=False,
             decay=0.01,
+            late_decay=0.0,
             eps=1e-8,
             guard=False,
             forgetting=0.0,
@@ -158,7 +172,7 @@ class TunerState(NamedTuple):
     largest_scale: Array  # max S_k over k <= t
     steps: Array  # t, of those that had feedback
     largest_rate: Array  # max learning rate so far; 0 where none was told
-    largest_grad: Array  # max |g_k| over k <= t
+    largest_grad: Array  # max |g_k| over k <= t, each at most twice the one before
     stake: Array  # how many times as large as at first; 0 until the first step
     nonfinite_steps: Array  # how many steps had sums that were not finite
 
@@ -185,7 +199,7 @@ def delta_retention(
     if rate is None or not config.settle:
         return xp.maximum(shrunk, 1 - limit)
     scale, new_scale = total_scale(before, xp), total_scale(after, xp)
-    both = (scale > 0) & (new_scale > 0)
+    both = xp.minimum(scale, new_scale) > 0
     still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
     span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
     return xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
@@ -246,32 +260,40 @@ def update(
     # Where |x| = 0, <Delta,x> is 0 as well.
     param_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
     grad_norm, delta_norm = xp.sqrt(grad_sq), xp.sqrt(delta_sq)
-    feedback = delta_grad + config.decay * scale * grad_norm * (delta_param / param_norm)  # h
+    was_told = state.initial_norm > 0
+    bounded_grad = xp.clip(grad_norm, state.largest_grad, GRADIENT_JUMP * state.largest_grad)
+    largest_grad = xp.where(was_told, bounded_grad, grad_norm)
+    grad_share = grad_norm / xp.clip(largest_grad, TINY, None)
+    pull = config.decay * scale  # lambda S
+    if config.late_decay:
+        pull = pull + xp.clip(config.late_decay - config.late_decay / TINY_GRADIENT * grad_share, 0.0, None)
+    feedback = delta_grad + pull * grad_norm * (delta_param / param_norm)  # h
 
     largest_feedback = xp.maximum(betas * state.largest_feedback, xp.abs(feedback))
     root_variance = xp.hypot(betas * state.root_variance, feedback)
     reward = xp.clip(betas * state.reward - state.scales * feedback, 0.0, None)
 
-    initial_norm = xp.where(state.initial_norm > 0, state.initial_norm, param_norm)
+    initial_norm, stake = xp.where(was_told, state.initial_norm, param_norm), state.stake
     largest_delta = xp.maximum(state.largest_delta, delta_norm)
-    some_delta = xp.where(largest_delta > 0, largest_delta, 1.0)
-    largest_grad, stake = xp.maximum(state.largest_grad, grad_norm), state.stake
-    some_variance = xp.where(root_variance > 0, root_variance + config.eps, 1.0)
+    some_delta = xp.clip(largest_delta, TINY, None)
+    some_variance = xp.clip(root_variance, TINY, None)
+    if config.eps:
+        some_variance = some_variance + config.eps
     if not config.relative_start:
         staked = config.s_init * largest_feedback / n
     else:
         # It moves x by at most this fraction of |x_1| at first, whatever the size of the base's updates.
-        staked = config.s_init / n * initial_norm / some_delta * largest_feedback
+        staked = config.s_init / n * initial_norm * (largest_feedback / some_delta)
         # On a plateau nothing is won with that. So the stake grows while the last steps do not speak against Delta,
         # little has been won and training has not converged.
         poor = xp.sum(reward - ENOUGH_WON * staked, -1, keepdims=True) < 0
-        grown = xp.where(poor & (grad_norm > SMALL_GRADIENT * largest_grad), stake * STAKE_GROWTH, stake)
+        grown = xp.where(poor & (grad_share > SMALL_GRADIENT), stake * STAKE_GROWTH, stake)
         pays = tuple(reward.T)[config.betas.index(min(config.betas))].reshape(-1, 1) > 0  # for the fastest scale
         stake = xp.where(pays, grown, stake / STAKE_GROWTH)
         # S gets m / sqrt(v) of the stake, which jumps with a feedback larger than all before. If that speaks against
         # Delta, S must not rise by it: the next step would be a larger mistake, and so on.
         # Before the first feedback the former share is 0, and the stake has not grown.
-        some_former = xp.where(state.root_variance > 0, state.root_variance, 1.0)
+        some_former = xp.clip(state.root_variance, TINY, None)
         former = xp.clip(xp.sum(state.largest_feedback / some_former, -1, keepdims=True), 1e-9, None)
         share = xp.sum(largest_feedback / some_variance, -1, keepdims=True)
         jump = xp.clip(xp.where(feedback > 0, share / former, 1.0), 1.0, None)
@@ -311,4 +333,4 @@ def update(
 
 def _pace(rate: Array, largest_rate: Array, xp: Any) -> Array:
     """The learning rate as a share of its peak; 0 where it is below 0, at the end of a linear schedule."""
-    return xp.clip(rate / xp.where(largest_rate > 0, largest_rate, 1.0), 0.0, 1.0)
+    return xp.clip(rate / xp.clip(largest_rate, TINY, None), 0.0, 1.0)

@@ -25,6 +25,7 @@ class Departures:
     absolute_feedback: bool = True  # line 11: |h|, not h
     stored_delta: bool = True  # line 8 skipped
     reward_of_scale_in_force: bool = True  # line 13: s_t, not s_{t-1}
+    late_decay: bool = True  # line 10: another pull, if the gradient is tiny beside the largest one
     relative_start: bool = True  # line 15: s_init is a fraction of |x_1| / max |Delta|
     growing_stake: bool = True  # line 15: s_init grows while nothing speaks against Delta, and shrinks again
     no_epsilon: bool = True  # line 16: nothing is added to sqrt(v)
@@ -40,9 +41,8 @@ class Departures:
     @classmethod
     def only_what_must_be(cls) -> Departures:
         """``TunerConfig.paper()``."""
-        return cls(
-            relative_start=False, growing_stake=False, no_epsilon=False, guard=False, forgetting=False, settling=False
-        )
+        ours = "late_decay", "relative_start", "growing_stake", "no_epsilon", "guard", "forgetting", "settling"
+        return cls(**dict.fromkeys(ours, False))
 
 
 class Oracle:
@@ -93,7 +93,12 @@ class Oracle:
 
     def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:
         d, norm = self.departures, np.linalg.norm
-        pull = self.lam * self.scale * norm(g) * x / norm(x) if norm(x) > 0 else 0.0 * x
+        most = 2 * self.largest_gradient or np.inf  # of one gradient
+        self.largest_gradient = max(self.largest_gradient, min(float(norm(g)), most))
+        lam = self.lam * self.scale
+        if d.late_decay:
+            lam += 0.1 * max(0.0, 1 - 50 * float(norm(g)) / self.largest_gradient)
+        pull = lam * norm(g) * x / norm(x) if norm(x) > 0 else 0.0 * x
         h = float(np.vdot(delta, g + pull))  # 10
         m, v = self.m, self.v
         self.m = np.maximum(self.beta * self.m, abs(h) if d.absolute_feedback else h)  # 11
@@ -144,7 +149,6 @@ class Oracle:
             return self.s_init
         if self.initial_norm == 0:
             self.initial_norm = float(np.linalg.norm(x)) or 1.0
-        self.largest_gradient = max(self.largest_gradient, float(np.linalg.norm(g)))
         if self.largest_delta == 0:
             return 0.0
         first = self.s_init * self.initial_norm / self.largest_delta

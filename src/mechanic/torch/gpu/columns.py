@@ -21,8 +21,8 @@ SIGN, WEIGHT, LR, DECAY, L2, OWN = range(6)
 NUMBERS_ROW = OWN + 8
 
 # What `tune` needs, behind the numbers: the config, a record per tuner, and a record per param group.
-S_INIT, CONFIG_DECAY, EPS, FORGETTING, MIN_LR, MAX_LR = range(6)
-CONFIG = 6
+S_INIT, CONFIG_DECAY, LATE_DECAY, EPS, FORGETTING, MIN_LR, MAX_LR = range(7)
+CONFIG = 7
 TUNER_AT, SHOWN_AT, RATE_AT, RATE, PEAK = range(5)
 """Addresses of a group's tuner, of its ``d``, and of its learning rate if that is a tensor; else its learning rate; the
 one that counts as 1."""

@@ -121,7 +121,8 @@ def words_of_tuners(
     config: TunerConfig, groups: list[Group], rates: list[Rate], spans: list[Span], *, show: bool
 ) -> Iterator[int]:
     """What `tune` needs: the config, which groups and programs belong to each tuner, and the groups."""
-    yield from map(bits, (config.s_init, config.decay, config.eps, config.forgetting, config.min_lr, config.max_lr))
+    pulls = config.decay, config.late_decay
+    yield from map(bits, (config.s_init, *pulls, config.eps, config.forgetting, config.min_lr, config.max_lr))
     order = sorted(range(len(groups)), key=lambda index: groups[index][ROW])
     rows = [groups[index][ROW] for index in order]
     for tuner, row in enumerate(tuners.rows_of(groups)):

@@ -31,9 +31,13 @@ STAKE_GROWTH = tl.constexpr(_tuner.STAKE_GROWTH)
 LARGEST_STAKE = tl.constexpr(_tuner.LARGEST_STAKE)
 ENOUGH_WON = tl.constexpr(_tuner.ENOUGH_WON)
 SMALL_GRADIENT = tl.constexpr(_tuner.SMALL_GRADIENT)
+TINY_GRADIENT = tl.constexpr(_tuner.TINY_GRADIENT)
+GRADIENT_JUMP = tl.constexpr(_tuner.GRADIENT_JUMP)
+TINY = tl.constexpr(_tuner.TINY)
 INFINITY = tl.constexpr(float("inf"))
 S_INIT = tl.constexpr(columns.S_INIT)
 CONFIG_DECAY = tl.constexpr(columns.CONFIG_DECAY)
+LATE_DECAY = tl.constexpr(columns.LATE_DECAY)
 EPS = tl.constexpr(columns.EPS)
 FORGETTING = tl.constexpr(columns.FORGETTING)
 MIN_LR = tl.constexpr(columns.MIN_LR)
@@ -101,7 +105,7 @@ def _is_finite(a):
 
 @triton.jit
 def _pace(rate, largest_rate):
-    return tl.minimum(tl.maximum(rate / tl.where(largest_rate > 0, largest_rate, 1.0), 0.0), 1.0)
+    return tl.minimum(tl.maximum(rate / tl.maximum(largest_rate, TINY), 0.0), 1.0)
 
 
 @triton.jit(do_not_specialize=["T", "rest", "spans"])
@@ -128,7 +132,7 @@ def tune(
         grad_sq, param_sq = tl.load(sums + 5 * tuner + 2), tl.load(sums + 5 * tuner + 3)
         delta_sq = tl.load(sums + 5 * tuner + 4)
         stepped_grad_sq = tl.load(grad_sqs + tuner)
-    decay, eps = _number(config, CONFIG_DECAY), _number(config, EPS)
+    decay, late_decay, eps = _number(config, CONFIG_DECAY), _number(config, LATE_DECAY), _number(config, EPS)
     config_s_init, forgetting = _number(config, S_INIT), _number(config, FORGETTING)
 
     # The state, [P]: the first N lanes are in use, all others 0.
@@ -159,7 +163,12 @@ def tune(
     scale = tl.sum(old_scales, 0)
     param_norm = tl.where(param_sq > 0, tl.sqrt(param_sq), ZERO_START_NORM)
     grad_norm, delta_norm = tl.sqrt(grad_sq), tl.sqrt(delta_sq)
-    feedback = delta_grad + decay * scale * grad_norm * (delta_param / param_norm)
+    old_grad = tl.max(old_largest_grad, 0)
+    bounded_grad = tl.minimum(tl.maximum(grad_norm, old_grad), GRADIENT_JUMP * old_grad)
+    largest_grad = tl.where(tl.max(old_initial_norm, 0) > 0, bounded_grad, grad_norm)
+    grad_share = grad_norm / tl.maximum(largest_grad, TINY)
+    pull = decay * scale + tl.maximum(late_decay - late_decay / TINY_GRADIENT * grad_share, 0.0)
+    feedback = delta_grad + pull * grad_norm * (delta_param / param_norm)
 
     largest_feedback = tl.maximum(betas * old_largest_feedback, tl.abs(feedback))
     root_variance = _hypot(betas * old_root_variance, feedback)
@@ -167,18 +176,18 @@ def tune(
 
     initial_norm = tl.where(old_initial_norm > 0, old_initial_norm, param_norm)
     largest_delta = tl.maximum(old_largest_delta, delta_norm)
-    some_delta = tl.where(largest_delta > 0, largest_delta, 1.0)
-    largest_grad, stake = tl.maximum(old_largest_grad, grad_norm), old_stake
-    some_variance = tl.where(root_variance > 0, root_variance + eps, 1.0)
+    some_delta = tl.maximum(largest_delta, TINY)
+    stake = old_stake
+    some_variance = tl.maximum(root_variance, TINY) + eps
     staked = config_s_init * largest_feedback / N
     if RELATIVE_START:
-        staked = config_s_init / N * initial_norm / some_delta * largest_feedback
+        staked = config_s_init / N * initial_norm * (largest_feedback / some_delta)
         poor = tl.sum(tl.where(used, reward - ENOUGH_WON * staked, 0.0), 0) < 0
-        grown = tl.where(poor, tl.where(grad_norm > SMALL_GRADIENT * largest_grad, stake * STAKE_GROWTH, stake), stake)
+        grown = tl.where(poor, tl.where(grad_share > SMALL_GRADIENT, stake * STAKE_GROWTH, stake), stake)
         fastest = tl.min(tl.where(used, betas, 2.0), 0)
         pays = tl.max(tl.where(used, tl.where(betas == fastest, reward, 0.0), 0.0), 0) > 0
         stake = tl.where(pays, grown, stake / STAKE_GROWTH)
-        some_former = tl.where(old_root_variance > 0, old_root_variance, 1.0)
+        some_former = tl.maximum(old_root_variance, TINY)
         former = tl.maximum(tl.sum(old_largest_feedback / some_former, 0), 1e-9)
         share = tl.sum(tl.where(used, largest_feedback / some_variance, 0.0), 0)
         jump = tl.maximum(tl.where(feedback > 0, share / former, 1.0), 1.0)
@@ -230,7 +239,7 @@ def tune(
         if SETTLE:
             peak = tl.max(tl.where(used, largest_rate, 0.0), 0)
             some_scale = tl.where(new_scale > 0, new_scale, 1.0)
-            still = tl.where(scale > 0, tl.where(new_scale > 0, scale / some_scale, 1.0), 1.0)
+            still = tl.where(tl.minimum(scale, new_scale) > 0, scale / some_scale, 1.0)
             span = limit * (1 - _pace(rate, peak))
             still = tl.minimum(tl.maximum(still, 1 - span), 1 + span)
             retention = tl.where(largest > former, retention, still)
