@@ -227,6 +227,35 @@ def test_the_stake_does_not_grow_once_gradients_are_small():
     assert stake_after(WON, WON, *[larger] * 5) == pytest.approx(1.1**6)
 
 
+def gradient_of(norm):
+    """Sums of a step along Delta, at a cosine of -.05, with parameters along Delta."""
+    return [[-0.05 * norm, 0.9, norm**2, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_what_is_learned_by_heart_wins_nothing(unit):
+    """Once the gradient is far below a fiftieth of the largest, the pull of ``late_decay`` outweighs it, in any unit."""
+    steps = [np.array(gradient_of(norm * unit)) for norm in [1.0] * 20 + [1e-3] * 20]
+    before, after = (play(TunerConfig(), steps[:count], tuners=1).reward for count in (20, 40))
+    assert (after < before * np.array(TunerConfig().betas) ** 20).all()
+    without = play(TunerConfig(late_decay=0.0), steps, tuners=1).reward
+    assert (without > before * np.array(TunerConfig().betas) ** 20).all()
+
+
+def test_the_late_pull_waits_until_the_gradient_is_tiny():
+    steps = [np.array(gradient_of(norm)) for norm in [1.0] * 20 + [0.021] * 20]
+    with_pull, without = (play(config, steps, tuners=1) for config in (TunerConfig(), TunerConfig(late_decay=0.0)))
+    for field, other in zip(with_pull, without, strict=True):
+        np.testing.assert_array_equal(field, other)
+
+
+def test_one_huge_gradient_does_not_make_all_others_tiny():
+    steps = [np.array(gradient_of(norm)) for norm in [1.0] * 20 + [1e6] + [1.0] * 20]
+    assert play(TunerConfig(), steps, tuners=1).largest_grad.max() == 2
+    # One that stays large is believed.
+    assert play(TunerConfig(), [*steps, *[np.array(gradient_of(1e6))] * 20], tuners=1).largest_grad.max() == 1e6
+
+
 @pytest.mark.parametrize("config", [TunerConfig.paper(), TunerConfig.starting_at(0.1)])
 def test_an_absolute_start_has_no_stake_that_grows(config):
     assert stake_after(*[WON] * 5, config=config) == 0
