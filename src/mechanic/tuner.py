@@ -260,9 +260,9 @@ def update(
     # Where |x| = 0, <Delta,x> is 0 as well.
     param_norm = xp.where(param_sq > 0, xp.sqrt(param_sq), ZERO_START_NORM)
     grad_norm, delta_norm = xp.sqrt(grad_sq), xp.sqrt(delta_sq)
-    was_told = state.initial_norm > 0
+    has_started = state.initial_norm > 0
     bounded_grad = xp.clip(grad_norm, state.largest_grad, GRADIENT_JUMP * state.largest_grad)
-    largest_grad = xp.where(was_told, bounded_grad, grad_norm)
+    largest_grad = xp.where(has_started, bounded_grad, grad_norm)
     grad_share = grad_norm / xp.clip(largest_grad, TINY, None)
     pull = config.decay * scale  # lambda S
     if config.late_decay:
@@ -273,7 +273,7 @@ def update(
     root_variance = xp.hypot(betas * state.root_variance, feedback)
     reward = xp.clip(betas * state.reward - state.scales * feedback, 0.0, None)
 
-    initial_norm, stake = xp.where(was_told, state.initial_norm, param_norm), state.stake
+    initial_norm, stake = xp.where(has_started, state.initial_norm, param_norm), state.stake
     largest_delta = xp.maximum(state.largest_delta, delta_norm)
     some_delta = xp.clip(largest_delta, TINY, None)
     some_variance = xp.clip(root_variance, TINY, None)
