@@ -18,8 +18,9 @@ CONFIGS = [
 
 
 def random_sums(rng, tuners=3):
-    """Sums of vectors that exist, so that Cauchy-Schwarz holds."""
+    """Sums of vectors that exist, so that Cauchy-Schwarz holds; every other gradient is tiny beside the others."""
     delta, grad, param = rng.normal(size=(3, tuners, 10))
+    grad = grad * rng.choice([1.0, 1e-3], size=(tuners, 1))
     pairs = ((delta, grad), (delta, param), (grad, grad), (param, param), (delta, delta))
     return np.stack([(a * b).sum(-1) for a, b in pairs], -1)
 

@@ -7,11 +7,13 @@ import pytest
 import schedulefree
 import torch
 from torch import nn, optim
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from mechanic import TunerConfig
 from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
 from mechanic.torch.kernels import rounding
-from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
+from tests.torch.task import backward, digits, mlp, same_bits, scale, snapshot, train
 
 
 def quadratic(*params):
@@ -318,3 +320,27 @@ def test_a_deep_linear_network_does_not_diverge(base, options, max_norm, seed):
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-20:]) < sum(losses[:20])
+
+
+def test_what_is_learned_by_heart_does_not_raise_the_scale():
+    """Of 200 images a network can get sure without end. That lowers the train loss, and raises the test loss."""
+    images, labels = digits()
+    found = {}
+    for late_decay in (TunerConfig().late_decay, 0.0):
+        model, chosen = mlp(hidden=64), torch.Generator().manual_seed(0)
+        optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0), config={"late_decay": late_decay})
+        schedule = CosineAnnealingLR(optimizer, 1000)
+        for _ in range(1000):
+            rows = torch.randint(200, (32,), generator=chosen)
+            optimizer.zero_grad()
+            cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():
+            losses = cross_entropy(model(images), labels, reduction="none")
+        train_loss, test_loss = losses[:200].mean().item(), losses[200:].mean().item()
+        assert train_loss < 0.01
+        found[late_decay] = test_loss, scale(optimizer)
+    (test_loss, learned), (test_loss_without, learned_without) = found.values()
+    assert test_loss < 0.6 * test_loss_without
+    assert learned < 0.5 * learned_without

@@ -300,6 +300,8 @@ def tune_error(config):
         sums[:, 2:].abs_()
         rates = share * states[:, TunerState._fields.index("largest_rate"), 0]
         rates[2] = 1.0
+        if share == 1.0:
+            sums[0, 2] = 1e-6  # |g| is tiny beside the largest
         if share == 0.3:
             sums[1, 0] = torch.nan
         if share == 0.0:
