@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 
 import pytest
 import torch
@@ -163,6 +164,22 @@ def test_the_record_is_of_this_submission(submission):
     first = record["evaluations"][0]
     _, _, [(step, found)] = runner.train_once(Digits(record["steps"]), submission, first["step"], first["step"])
     assert first.items() <= {"step": step, **found}.items()
+
+
+def test_the_table_of_the_readme_is_made_of_the_records():
+    finals = {}
+    for record in map(json.loads, RECORDS.read_text().splitlines()):
+        finals.setdefault((record["workload"], record["lr"]), []).append(record["evaluations"][-1])
+    columns = [("digits", "train/loss", 4), ("digits", "validation/error", 3)]
+    columns += [("shakespeare", "train/loss", 3), ("shakespeare", "validation/loss", 3)]
+    readme = (FOLDER / "README.md").read_text()
+    for lr in {lr for _, lr in finals}:
+        cells = []
+        for workload, key, digits in columns:
+            values = [final[key] for final in finals[workload, lr]]
+            cells.append(f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
+        row = "**submission**" if lr is None else f"bare base, lr {lr:g}"
+        assert f"| {row} | {' | '.join(cells)} |" in readme
 
 
 def test_gradients_are_clipped_and_dropout_is_the_workloads(submission, monkeypatch):

@@ -235,7 +235,7 @@ def gradient_of(norm):
 
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
 def test_what_is_learned_by_heart_wins_nothing(unit):
-    """Once the gradient is far below a fiftieth of the largest, the pull of ``late_decay`` outweighs it, in any unit."""
+    """Once the gradient is far below a fiftieth of the largest, the pull of ``late_decay`` is stronger, in any unit."""
     steps = [np.array(gradient_of(norm * unit)) for norm in [1.0] * 20 + [1e-3] * 20]
     before, after = (play(TunerConfig(), steps[:count], tuners=1).reward for count in (20, 40))
     assert (after < before * np.array(TunerConfig().betas) ** 20).all()
