@@ -1,5 +1,6 @@
 """Figures that known-good runs reached, so that a change for the worse is seen: those of mechanic.torch."""
 
+import statistics
 from dataclasses import replace
 
 import jax
@@ -57,10 +58,10 @@ def test_quadratic(config, after_500, after_2000, half_by):
     ids=["paper", "absolute 1e-6", "relative", "default"],
 )
 def test_logistic_regression_on_digits(config, train_loss):
-    """Standardised pixels; the mean over two splits."""
-    losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(2)), strict=True)
-    assert sum(losses) / 2 <= train_loss
-    assert sum(accuracies) / 2 >= 0.95
+    """Standardised pixels; the median over eight splits, for at a constant rate single ones jump."""
+    losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(8)), strict=True)
+    assert statistics.median(losses) <= train_loss
+    assert statistics.median(accuracies) >= 0.95
 
 
 def logistic_regression(config, seed):
