@@ -172,7 +172,7 @@ class TunerState(NamedTuple):
     largest_scale: Array  # max S_k over k <= t
     steps: Array  # t, of those that had feedback
     largest_rate: Array  # max learning rate so far; 0 where none was told
-    largest_grad: Array  # max |g_k| over k <= t, each at most twice the one before
+    largest_grad: Array  # max |g_k| over k <= t, where each counts as at most twice the max before it
     stake: Array  # how many times as large as at first; 0 until the first step
     nonfinite_steps: Array  # how many steps had sums that were not finite
 

@@ -53,13 +53,13 @@ def test_quadratic(config, after_500, after_2000, half_by):
 
 
 @pytest.mark.parametrize(
-    ("config", "train_loss"),
-    [(TunerConfig.paper(), 0.082), (ABSOLUTE_1E_6, 0.053), (RELATIVE, 0.02), (TunerConfig(), 0.02)],
+    ("config", "splits", "train_loss"),
+    [(TunerConfig.paper(), 2, 0.082), (ABSOLUTE_1E_6, 2, 0.053), (RELATIVE, 2, 0.02), (TunerConfig(), 8, 0.02)],
     ids=["paper", "absolute 1e-6", "relative", "default"],
 )
-def test_logistic_regression_on_digits(config, train_loss):
-    """Standardised pixels; the median over eight splits, for at a constant rate single ones jump."""
-    losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(8)), strict=True)
+def test_logistic_regression_on_digits(config, splits, train_loss):
+    """Standardised pixels; the median over splits. With the defaults, some of them end on a bad batch."""
+    losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(splits)), strict=True)
     assert statistics.median(losses) <= train_loss
     assert statistics.median(accuracies) >= 0.95
 

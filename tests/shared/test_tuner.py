@@ -18,7 +18,7 @@ CONFIGS = [
 
 
 def random_sums(rng, tuners=3):
-    """Sums of vectors that exist, so that Cauchy-Schwarz holds; every other gradient is tiny beside the others."""
+    """Sums of vectors that exist, so that Cauchy-Schwarz holds; half of the gradients are tiny."""
     delta, grad, param = rng.normal(size=(3, tuners, 10))
     grad = grad * rng.choice([1.0, 1e-3], size=(tuners, 1))
     pairs = ((delta, grad), (delta, param), (grad, grad), (param, param), (delta, delta))
