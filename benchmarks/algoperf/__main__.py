@@ -6,6 +6,7 @@ overwrites ``benchmarks/records/algoperf/algoperf.jsonl``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ def at_rate(submission: Any, lr: float) -> Any:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.algoperf", description=__doc__).parse_args()
     torch.set_num_threads(1)
     submission, made_by = load_submission(), environment(commit())
     contenders = {None: submission} | {lr: at_rate(submission, lr) for lr in GRID}

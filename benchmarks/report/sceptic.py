@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.contest import score
+from benchmarks.contest.choice import behind
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BASES, FAMILIES, Results, members
 from benchmarks.suite.record import EVALUATED_AT, final
@@ -17,6 +18,7 @@ from benchmarks.suite.tasks import TASKS
 KEY = "train_loss"
 MIDDLE = EVALUATED_AT.index(0.5)
 SLACKS = (0.02, 0.05)
+EARLY = (0.02, 0.05, 0.1)  # shares of the steps
 ByTask = dict[str, float]
 
 
@@ -180,7 +182,44 @@ def _times(results: Results, task: str, base: str, names: dict[str, str], slack:
     }
 
 
+def early(results: Results, base: str = "adamw") -> str:
+    """How far behind the tuned base a run is after a few per cent of its steps; gains as 0, mean over the tasks."""
+    kinds = {
+        "convex": [task for task in results.tasks() if task.startswith("convex")],
+        "others": [task for task in results.tasks() if not task.startswith("convex")],
+    }
+    rows = []
+    for family, label in FAMILIES.items():
+        name = members(family).get(base)
+        cells = []
+        for tasks in kinds.values():
+            for share in EARLY:
+                found = [_behind_early(results, task, base, name, share) for task in tasks]
+                cells.append(shown(value for value in found if value is not None))
+        if any(cells):
+            rows.append([label, *cells])
+    steps = TASKS[kinds["convex"][0]].steps if kinds["convex"] else 0  # all have as many
+    heads = [f"convex, {share * steps:.0f} steps" for share in EARLY]
+    return table(["", *heads, *(f"others, {share:.0%} of the steps" for share in EARLY)], rows)
+
+
+def _behind_early(results: Results, task: str, base: str, contender: str | None, share: float) -> float | None:
+    best = results.tuned(task, base, KEY)
+    records = results.records_of(task, contender) if contender else []
+    if best is None or not records:
+        return None
+    index = EVALUATED_AT.index(share)
+
+    def loss(of: list[dict[str, Any]]) -> float:
+        curves = (record["curve"].get(KEY, []) for record in of)
+        values = [curve[index] if len(curve) > index else None for curve in curves]
+        return math.inf if None in values else statistics.mean(values)
+
+    return behind(loss(records), loss(results.runs(task, base)[best[0]]), results.initial(task, KEY))
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
+    "early": early,
     "headline": headline,
     "losing": losing,
     "paired": paired,

@@ -52,6 +52,15 @@ def test_gains_count_as_0_in_the_headline_and_intervals_are_over_tasks():
     assert sceptic.headline(results_of()).count("\n") == 1
 
 
+def test_the_start_is_compared_with_the_tuned_rates_at_the_same_step():
+    records = [record(task, "adamw", 1.0, falling(0.0, 2)) for task in TASKS]  # from 5 % of the steps on
+    ours = zip(TASKS, (0.1, 0.5, 2.0), (1, 3, 2), strict=True)
+    records += [record(task, "mechanic adamw", 1.0, falling(loss, at)) for task, loss, at in ours]
+    cells = rows_of(sceptic.early(results_of(*records)))["Mechanic"]
+    assert [cell.split()[0] for cell in cells[:3]] == ["0.0", "70.0", "53.3"]  # .1, 1 and 1; then .1, .5 and 1
+    assert cells[3:] == ["", "", ""]
+
+
 def test_what_is_far_behind_is_listed_with_its_losses_the_worst_first():
     records = [each for task in TASKS for each in grid(task, [0.0, 0.5])]
     ours = zip(TASKS, (0.04, 0.1, 0.2), strict=True)

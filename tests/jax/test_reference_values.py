@@ -58,7 +58,7 @@ def test_quadratic(config, after_500, after_2000, half_by):
     ids=["paper", "absolute 1e-6", "relative", "default"],
 )
 def test_logistic_regression_on_digits(config, splits, train_loss):
-    """Standardised pixels; the median over splits. With the defaults, some of them end on a bad batch."""
+    """Standardised pixels; the median over splits. With the defaults, some end on a bad batch; over 32 it is .0103."""
     losses, accuracies = zip(*(logistic_regression(config, seed) for seed in range(splits)), strict=True)
     assert statistics.median(losses) <= train_loss
     assert statistics.median(accuracies) >= 0.95
