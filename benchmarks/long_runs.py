@@ -1,151 +1,181 @@
-"""``python -m benchmarks.long_runs``: small problems at a constant learning rate, for thousands of steps.
+"""``python -m benchmarks.long_runs``: small problems at a constant learning rate, for 50,000 steps.
 
-What can go wrong there is that the loss comes back up after it has been low. Per problem and base, the table has the
+What can go wrong there is that the loss comes back up after it has been low. Per problem and base, a record has the
 minimum of the loss, its largest value after that minimum, and the median of the last steps, all as shares of the first
-loss; for the defaults, for ``TunerConfig(forgetting=0.0)``, for ``TunerConfig.paper()`` and for the bare base at the
-best learning rate of a grid of decades.
+loss; for Mechanic, for ``TunerConfig.paper()``, and for the bare base at every learning rate of a grid of decades. JAX
+compiles a whole run, which is why this takes minutes and not a day.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
-import statistics
+import json
+import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import pytorch_optimizer
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-from benchmarks.report.markdown import table
+from benchmarks.suite.record import ROOT, commit, environment
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic
+from mechanic.jax import mechanize
 
-Loss = Callable[[Tensor, Tensor | None], Tensor]  # of the parameters and the chosen rows; None is all of them
-Problem = tuple[Tensor, Loss, int]  # the first parameters, the loss, and how many rows to draw from; 0: no rows
+Array = Any
+Loss = Callable[[Array, Array], Array]  # of the parameters and the chosen rows
 
-BATCH = 10
-LRS = [10.0**exponent for exponent in range(-5, 3)]
-BASES: dict[str, Callable[..., Optimizer]] = {
-    "SGD": functools.partial(torch.optim.SGD, foreach=False),
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9, foreach=False),
-    "AdamW": functools.partial(torch.optim.AdamW, weight_decay=0.01, foreach=False),
-    "AdamW, decay 1e-4": functools.partial(torch.optim.AdamW, weight_decay=1e-4, foreach=False),
-    "Lion": functools.partial(pytorch_optimizer.Lion, weight_decay=0.0),
+STEPS, BATCH, LAST = 50_000, 10, 3_000
+LRS = tuple(10.0**exponent for exponent in range(-5, 3))
+RECORDS = ROOT / "benchmarks" / "records" / "long" / "long.jsonl"
+BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "SGD": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "AdamW": functools.partial(optax.adamw, weight_decay=0.01),
+    "AdamW, decay 1e-4": functools.partial(optax.adamw, weight_decay=1e-4),
+    "Lion": functools.partial(optax.lion, weight_decay=0.0),
 }
-CONFIGS = {"default": TunerConfig(), "forgetting=0": TunerConfig(forgetting=0.0), "paper": TunerConfig.paper()}
+CONFIGS = {"mechanic": TunerConfig(), "mechanic-paper": TunerConfig.paper()}
 
 
-def separable_logistic() -> Problem:
-    """100 points in 10 dimensions that a plane tells apart, full batch: the loss has no minimum."""
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(100, 10, generator=generator, dtype=torch.float64)
-    points *= (points @ torch.randn(10, generator=generator, dtype=torch.float64)).sign().unsqueeze(1)
-    first = 0.1 * torch.randn(10, generator=generator, dtype=torch.float64)
-    return first, lambda x, rows: torch.nn.functional.softplus(-(points @ x)).mean(), 0
+class Problem(NamedTuple):
+    """Where it starts, its loss, and of how many rows; where batches are drawn from them, the gradient is a batch's."""
+
+    start: Array
+    loss: Loss
+    rows: int
+    batches: bool
+
+
+def logistic(*, noisy: bool) -> Problem:
+    """100 points in 10 dimensions that a plane tells apart, full batch: the loss has no minimum.
+
+    ``noisy``: in batches, with every tenth label wrong, so that the gradients stay noisy at the minimum.
+    """
+    random = np.random.default_rng(0)
+    points = random.normal(size=(100, 10))
+    points *= np.sign(points @ random.normal(size=10))[:, None]
+    if noisy:
+        points[::10] *= -1
+    points = jnp.asarray(points)
+
+    def loss(x: Array, rows: Array) -> Array:
+        return jax.nn.softplus(-(points[rows] @ x)).mean()
+
+    return Problem(0.1 * random.normal(size=10), loss, 100, batches=noisy)
 
 
 def quadratic(condition: float) -> Problem:
-    eigenvalues = torch.logspace(-math.log10(condition), 0, 20, dtype=torch.float64)
-    return torch.ones(20, dtype=torch.float64), lambda x, rows: (eigenvalues * x * x).sum(), 0
+    eigenvalues = jnp.logspace(-np.log10(condition), 0, 20)
+    return Problem(np.ones(20), lambda x, rows: (eigenvalues * x * x).sum(), 1, batches=False)
 
 
-def interpolating_regression() -> Problem:
-    """50 equations with 100 unknowns, in batches: all can be solved, so at the minimum there is no noise."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(50, 100, generator=generator, dtype=torch.float64) / 10
-    targets = inputs @ torch.randn(100, generator=generator, dtype=torch.float64)
-    first = 0.1 * torch.randn(100, generator=generator, dtype=torch.float64)
+def regression(unknowns: int, noise: float) -> Problem:
+    """50 equations, in batches: with 100 unknowns all can be solved, and at the minimum there is no noise."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(50, unknowns)) / unknowns**0.5
+    targets = inputs @ random.normal(size=unknowns) + noise * random.normal(size=50)
+    inputs, targets = jnp.asarray(inputs), jnp.asarray(targets)
 
-    def loss(x: Tensor, rows: Tensor | None) -> Tensor:
-        chosen = slice(None) if rows is None else rows
-        return (inputs[chosen] @ x - targets[chosen]).square().mean()
+    def loss(x: Array, rows: Array) -> Array:
+        return jnp.square(inputs[rows] @ x - targets[rows]).mean()
 
-    return first, loss, 50
+    return Problem(0.1 * random.normal(size=unknowns), loss, 50, batches=True)
 
 
 def noisy_network() -> Problem:
     """A network of one hidden layer with enough weights to learn 64 noisy targets by heart, in batches."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, weights = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64, 5), (5,)))
-    targets = (inputs @ weights).sin() + 0.1 * torch.randn(64, generator=generator, dtype=torch.float64)
-    sizes = [5 * 16, 16, 16]
-    scales = torch.cat([torch.full((size,), scale) for size, scale in zip(sizes, (5**-0.5, 0.0, 0.25), strict=True)])
-    first = scales.double() * torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(64, 5))
+    targets = np.sin(inputs @ random.normal(size=5)) + 0.1 * random.normal(size=64)
+    start = random.normal(size=112) * np.repeat([5**-0.5, 0.0, 0.25], [80, 16, 16])
+    inputs, targets = jnp.asarray(inputs), jnp.asarray(targets)
 
-    def loss(x: Tensor, rows: Tensor | None) -> Tensor:
-        chosen = slice(None) if rows is None else rows
-        into, bias, out = x.split(sizes)
-        hidden = (inputs[chosen] @ into.view(5, 16) + bias).tanh()
-        return (hidden @ out - targets[chosen]).square().mean()
+    def loss(x: Array, rows: Array) -> Array:
+        hidden = jnp.tanh(inputs[rows] @ x[:80].reshape(5, 16) + x[80:96])
+        return jnp.square(hidden @ x[96:] - targets[rows]).mean()
 
-    return first, loss, 64
+    return Problem(start, loss, 64, batches=True)
+
+
+def factors() -> Problem:
+    """A matrix of rank 3 as a product of two factors, full batch."""
+    random = np.random.default_rng(0)
+    target = jnp.asarray(random.normal(size=(10, 3)) @ random.normal(size=(3, 10)))
+
+    def loss(x: Array, rows: Array) -> Array:
+        return jnp.square(x[:30].reshape(10, 3) @ x[30:].reshape(3, 10) - target).mean()
+
+    return Problem(0.3 * random.normal(size=60), loss, 1, batches=False)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "separable logistic": separable_logistic,
+    "separable logistic": functools.partial(logistic, noisy=False),
+    "noisy logistic": functools.partial(logistic, noisy=True),
     "quadratic, condition 100": functools.partial(quadratic, 100.0),
     "quadratic, condition 1e4": functools.partial(quadratic, 1e4),
-    "interpolating regression": interpolating_regression,
+    "interpolating regression": functools.partial(regression, 100, 0.0),
+    "noisy regression": functools.partial(regression, 10, 0.5),
     "noisy network": noisy_network,
+    "factors": factors,
 }
 
 
-def losses_of(problem: Problem, make: Callable[[list[Tensor]], Optimizer], steps: int) -> list[float]:
-    """Of all rows, before every step and after the last; as shares of the first one."""
-    first, loss, count = problem
-    x = torch.nn.Parameter(first.clone())
-    optimizer = make([x])
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        rows = torch.randint(count, (BATCH,), generator=generator) if count else None
-        optimizer.zero_grad()
-        value = loss(x, rows)
-        value.backward()
-        with torch.no_grad():
-            losses.append(value.item() if rows is None else loss(x, None).item())
-        if not math.isfinite(losses[-1]):
-            break
-        optimizer.step()
-    return [value / losses[0] for value in losses]
+def losses_of(problem: Problem, optimizer: optax.GradientTransformation, steps: int) -> Array:
+    """Of all rows, before every step, as shares of the first one."""
+    every_row = jnp.arange(problem.rows)
+
+    def step(carry: Any, key: Array) -> Any:
+        x, state = carry
+        rows = jax.random.randint(key, (BATCH,), 0, problem.rows) if problem.batches else every_row
+        updates, state = optimizer.update(jax.grad(problem.loss)(x, rows), state, x)
+        return (optax.apply_updates(x, updates), state), problem.loss(x, every_row)
+
+    start = jnp.asarray(problem.start)
+    losses = jax.lax.scan(step, (start, optimizer.init(start)), jax.random.split(jax.random.key(1), steps))[1]
+    return losses / losses[0]
 
 
-def summary(losses: list[float]) -> tuple[float, float, float]:
-    """The minimum, the largest loss after it, and the median of the last sixteenth."""
-    if not math.isfinite(losses[-1]):
-        return min(losses[:-1]), math.inf, math.inf
-    lowest = min(losses)
-    return lowest, max(losses[losses.index(lowest) :]), statistics.median(losses[-max(1, len(losses) // 16) :])
+def summary(losses: Array) -> dict[str, float | None]:
+    """None where the loss was not finite."""
+    finite = np.isfinite(losses)
+    lowest = int(np.argmin(np.where(finite, losses, np.inf)))
+    after = losses[lowest:] if finite.all() else [np.inf]
+    found = {"minimum": losses[lowest], "largest_after": np.max(after), "last": np.median(losses[-LAST:])}
+    return {name: float(f"{value:.3g}") if np.isfinite(value) else None for name, value in found.items()}
 
 
-def rows_of(problem_name: str, steps: int) -> list[list[str]]:
-    problem = PROBLEMS[problem_name]()
-    rows = []
-    for base_name, base in BASES.items():
-        found = [
-            summary(losses_of(problem, lambda x, c=config: Mechanic(base(x, lr=1.0), config=c), steps))  # noqa: B023
-            for config in CONFIGS.values()
-        ]
-        grid = [summary(losses_of(problem, functools.partial(base, lr=lr), steps)) for lr in LRS]
-        cells = [*found, min(grid, key=lambda cell: cell[-1])]
-        rows.append([problem_name, base_name, *(" / ".join(f"{share:.0e}" for share in cell) for cell in cells)])
-    return rows
+def runs_of(problem: Problem, base: str, steps: int) -> list[dict[str, Any]]:
+    """The records of one problem and base."""
+    make, found = BASES[base], []
+    for name, config in CONFIGS.items():
+        losses = jax.jit(lambda config=config: losses_of(problem, mechanize(make(1.0), config=config), steps))()
+        found.append({"contender": name, "lr": None, **summary(np.asarray(losses))})
+    grid = jax.jit(jax.vmap(lambda lr: losses_of(problem, make(lr), steps)))(jnp.asarray(LRS))
+    found += [{"contender": "bare", "lr": lr, **summary(of)} for lr, of in zip(LRS, np.asarray(grid), strict=True)]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_runs", description=__doc__)
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--problem", choices=PROBLEMS, help="one of them only")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--problem", choices=PROBLEMS, help="this one only, printed and not recorded")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name in [arguments.problem] if arguments.problem else PROBLEMS:
-        rows += rows_of(name, arguments.steps)
-    print("minimum / largest after it / last, as shares of the first loss\n")
-    print(table(["problem", "base", *CONFIGS, "bare, best lr"], rows))
+    made_by, lines = environment(commit()), []
+    with jax.enable_x64(True):
+        for name in [arguments.problem] if arguments.problem else PROBLEMS:
+            for base in BASES:
+                began = time.monotonic()
+                for run in runs_of(PROBLEMS[name](), base, arguments.steps):
+                    record = {"problem": name, "base": base, "steps": arguments.steps, **run}
+                    lines.append(json.dumps({**record, **made_by}))
+                    print(", ".join(f"{value}" for value in record.values()), flush=True)
+                print(f"{time.monotonic() - began:.1f} seconds", flush=True)
+    if not arguments.problem:
+        RECORDS.parent.mkdir(exist_ok=True)
+        RECORDS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

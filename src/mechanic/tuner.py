@@ -45,6 +45,9 @@ TINY_GRADIENT = 0.02
 GRADIENT_JUMP = 2.0
 """A gradient counts as at most this many times the largest one before, so that one bad batch does not stand for all."""
 
+CALM_AFTER = 1000
+"""From this step t on, S makes at most 1000 / t of its change. It then is a mean over about the last t / 1000 steps."""
+
 TINY = 1e-37
 """Divisors are at least this, so that 0 / 0 is 0. It is a normal number in float32, too."""
 
@@ -71,7 +74,8 @@ class TunerConfig:
             parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does. Default: 4.
         settle: let a schedule calm all movement. If the learning rate has fallen to a fraction of its peak, S changes
             only by that fraction, and what Delta has moved so far follows S only by that fraction, within the limit
-            of ``forgetting``. Without it a learning rate of 0 still moves the parameters. Default: True.
+            of ``forgetting``. Without it a learning rate of 0 still moves the parameters. At a constant rate, S is
+            calmed in the same way from step 1,000 on, the more the longer the run. Default: True.
         min_lr: S is kept at this value or above it, from the first step on. S is the effective learning rate at the
             peak of the schedule, so the schedule may still go below. Default: 0, no floor.
         max_lr: S is kept at this value or below it. Default: infinity, no cap.
@@ -178,14 +182,19 @@ class TunerState(NamedTuple):
 
 
 def delta_retention(
-    before: TunerState, after: TunerState, config: TunerConfig, xp: Any, rate: Array | None = None
+    before: TunerState,
+    after: TunerState,
+    config: TunerConfig,
+    xp: Any,
+    rate: Array | None = None,
+    scales: tuple[Array, Array] | None = None,
 ) -> Array | None:
     """k, the share of Delta that is kept in a step, [tuners]; None if nothing is ever forgotten.
 
     S scales all of Delta, also what was moved long ago and has settled since. Delta shrinks by as much as S grows, so
     that this stays where it is, in two cases: if S is larger than ever before, and as far as the schedule has brought
     the learning rate down. In the second case Delta also grows by as much as S shrinks. A step changes Delta by at most
-    ``forgetting`` parts in t + 50.
+    ``forgetting`` parts in t + 50. ``scales`` is S before and after, if the caller has it.
     """
     if not config.forgetting:
         return None
@@ -198,7 +207,7 @@ def delta_retention(
     shrunk = xp.where(moved, former / xp.where(moved, largest, 1.0), 1.0)
     if rate is None or not config.settle:
         return xp.maximum(shrunk, 1 - limit)
-    scale, new_scale = total_scale(before, xp), total_scale(after, xp)
+    scale, new_scale = scales or (total_scale(before, xp), total_scale(after, xp))
     both = xp.minimum(scale, new_scale) > 0
     still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
     span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
@@ -308,12 +317,14 @@ def update(
         fallen = scale / 2 * (state.largest_delta / some_delta) - xp.sum(scales, -1, keepdims=True)
         scales = scales + xp.clip(fallen, 0.0, None) / n
 
-    largest_rate = state.largest_rate
+    steps, largest_rate = state.steps + 1, state.largest_rate
     if rate is not None:
         rate = rate.reshape(-1, 1)
         largest_rate = xp.maximum(largest_rate, rate)
-        if config.settle:
-            scales = state.scales + _pace(rate, largest_rate, xp) * (scales - state.scales)
+    if config.settle:
+        # A change of S moves the parameters along all of Delta. Late in a run, a few batches should not do that.
+        pace = 1.0 if rate is None else _pace(rate, largest_rate, xp)
+        scales = state.scales + xp.clip(CALM_AFTER / steps, None, pace) * (scales - state.scales)
 
     if config.has_bounds:
         total = xp.sum(scales, -1, keepdims=True)
@@ -322,10 +333,12 @@ def update(
 
     largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
     sizes = initial_norm, largest_delta, largest_scale
-    steps = state.steps + 1, largest_rate, largest_grad, stake, state.nonfinite_steps
-    proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *steps)
-    # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite.
-    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True) + xp.sum(root_variance / n, -1, keepdims=True))
+    others = steps, largest_rate, largest_grad, stake, state.nonfinite_steps
+    proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *others)
+    # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite. That
+    # of the slowest beta is the largest.
+    root = tuple(root_variance.T)[config.betas.index(max(config.betas))].reshape(-1, 1)
+    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True) + root)
     has_feedback = finite & (grad_sq > 0)
     learned = TunerState(*xp.where(has_feedback, xp.stack(proposed), xp.stack(state)))
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))

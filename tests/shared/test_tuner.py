@@ -151,6 +151,24 @@ def test_the_scale_goes_as_far_as_the_learning_rate_lets_it():
     np.testing.assert_array_equal(total_scale(risen, np), wanted)
 
 
+@pytest.mark.parametrize("rate", [None, np.full(3, 7.0), np.full(3, 0.7)], ids=["no rate", "its peak", "a tenth of it"])
+def test_late_in_a_run_the_scale_goes_a_part_of_its_way_that_falls_with_the_steps(rate):
+    rng, betas, config = np.random.default_rng(4), np.array(TunerConfig().betas), TunerConfig()
+    state = TunerState(*np.zeros((len(TunerState._fields), 3, len(betas))))
+    for _ in range(10):
+        state = update(state, random_sums(rng), betas, config, np, None if rate is None else np.full(3, 7.0))
+    sums = random_sums(rng)
+
+    def moved(steps):
+        late = state._replace(steps=np.full_like(state.steps, steps - 1))
+        return total_scale(update(late, sums, betas, config, np, rate), np) - total_scale(state, np)
+
+    share = 0.1 if rate is not None and rate[0] < 7 else 1.0
+    np.testing.assert_allclose(moved(1000), moved(11), rtol=1e-8)
+    np.testing.assert_allclose(moved(4000), min(1.0, 0.25 / share) * moved(11), rtol=1e-8)
+    np.testing.assert_allclose(moved(40_000), 0.025 / share * moved(11), rtol=1e-8)
+
+
 @pytest.mark.parametrize("rate", [0.0, -1.0])
 def test_without_a_positive_learning_rate_the_scale_stays_where_it_is(rate):
     rng, betas, config = np.random.default_rng(5), np.array(TunerConfig().betas), TunerConfig()

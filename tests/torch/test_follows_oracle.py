@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from mechanic import TunerConfig
+from mechanic.torch import Mechanic
+from tests.shared import oracle
 from tests.torch.oracle_task import BASES, CONFIGS, every_base_and_path, run_mechanic, run_oracle
+from tests.torch.task import scale
 
 
 @pytest.mark.filterwarnings("ignore:S is held by a bound")
@@ -28,3 +31,17 @@ def test_float32_tracks_the_scale_for_100_steps(base, wrap):
     got = run_mechanic(wrap, in_torch, options, TunerConfig(), torch.float32, steps=100)
     for (s, _), (our_s, _) in zip(expected, got, strict=True):
         assert our_s == pytest.approx(s, rel=1e-3)
+
+
+def test_a_long_run_at_a_constant_rate_follows():
+    """From step 1,000 on, S goes only a part of its way."""
+    eigenvalues, start = np.logspace(-2, 0, 12), np.ones(12)
+    noise = 0.1 * np.random.default_rng(0).normal(size=(1300, 12))
+    reference = oracle.Oracle(oracle.AdamW(lambda t: 1.0, weight_decay=0.0), start)
+    param = torch.nn.Parameter(torch.tensor(start))
+    optimizer = Mechanic(torch.optim.AdamW([param], lr=1.0, weight_decay=0.0))
+    for of_step in noise:
+        param.grad = torch.tensor(eigenvalues) * param.detach() + torch.tensor(of_step)
+        optimizer.step()
+        reference.step(eigenvalues * reference.x + of_step)
+        assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)

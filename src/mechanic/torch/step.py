@@ -78,9 +78,9 @@ def tune(
     xp = array_module(sums.device)
     rates = tuners.read_rates(wrapped.groups, like=tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, xp, rates)
-    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates))
-    noises = noises_of(wrapped.delta, tuner, again=steps_again)
-    return tuned, Scaling(total_scale(tuner, torch), total_scale(tuned, torch), retention, noises)
+    scales = total_scale(tuner, torch), total_scale(tuned, torch)
+    retention = _unless_one(delta_retention(tuner, tuned, wrapped.config, xp, rates, scales))
+    return tuned, Scaling(*scales, retention, noises_of(wrapped.delta, tuner, again=steps_again))
 
 
 def remember(wrapped: Wrapped[Any], betas: Tensor, tuned: TunerState, finite: Tensor) -> None:

@@ -33,6 +33,7 @@ ENOUGH_WON = tl.constexpr(_tuner.ENOUGH_WON)
 SMALL_GRADIENT = tl.constexpr(_tuner.SMALL_GRADIENT)
 TINY_GRADIENT = tl.constexpr(_tuner.TINY_GRADIENT)
 GRADIENT_JUMP = tl.constexpr(_tuner.GRADIENT_JUMP)
+CALM_AFTER = tl.constexpr(_tuner.CALM_AFTER)
 TINY = tl.constexpr(_tuner.TINY)
 INFINITY = tl.constexpr(float("inf"))
 S_INIT = tl.constexpr(columns.S_INIT)
@@ -203,7 +204,8 @@ def tune(
 
     largest_rate = tl.maximum(old_largest_rate, rate)
     if SETTLE:
-        scales = old_scales + _pace(rate, largest_rate) * (scales - old_scales)
+        pace = tl.minimum(CALM_AFTER / (old_steps + 1), _pace(rate, largest_rate))
+        scales = old_scales + pace * (scales - old_scales)
     if BOUNDS:
         proposed = tl.sum(scales, 0)
         bounded = tl.minimum(tl.maximum(proposed, _number(config, MIN_LR)), _number(config, MAX_LR))
