@@ -37,7 +37,11 @@ BASES: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "AdamW, decay 1e-4": functools.partial(optax.adamw, weight_decay=1e-4),
     "Lion": functools.partial(optax.lion, weight_decay=0.0),
 }
-CONFIGS = {"mechanic": TunerConfig(), "mechanic-paper": TunerConfig.paper()}
+CONFIGS = {
+    "mechanic": TunerConfig(),
+    "before calming": TunerConfig(settle=False),  # settling does nothing else where no schedule is given
+    "mechanic-paper": TunerConfig.paper(),
+}
 
 
 class Problem(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.contest import plan as contest
 from benchmarks.report import figures, muon, sceptic, studies, tables, verdict, wider
@@ -23,7 +25,12 @@ def tables_of(records: Path, seeds: int = 3) -> Tables:
     results = Results(RecordBook(records).records, seeds)
     judgement = verdict.Judgement(RecordBook(records / contest.FOLDER).records)
     found: Tables = {name: partial(make, results) for name, make in TABLES.items()}
+    found["long-runs"] = partial(studies.long_runs, lines_of(records / "long" / "long.jsonl"))
     return found | {name: partial(make, judgement) for name, make in OF_THE_CONTEST.items()}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def fill(page: str, tables: Tables) -> str:
@@ -46,4 +53,4 @@ def write(folder: Path, out: Path, seeds: int = 3) -> None:
 
 
 def marks_of_all_tables() -> str:
-    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in (*TABLES, *OF_THE_CONTEST))
+    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in (*TABLES, "long-runs", *OF_THE_CONTEST))

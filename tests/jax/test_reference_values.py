@@ -17,9 +17,9 @@ ABSOLUTE_1E_6 = replace(TunerConfig.paper(), s_init=1e-6, guard=True)
 RELATIVE = replace(TunerConfig.paper(), s_init=0.01, relative_start=True, guard=True)
 
 
-def run(params, loss, inputs, config):
-    """SGD under Mechanic, a step per input; returns the parameters, and the loss and S of every step."""
-    optimizer = mechanize(optax.sgd(1.0), config=config)
+def run(params, loss, inputs, config, base=optax.sgd):
+    """A step per input under Mechanic; returns the parameters, and the loss and S of every step."""
+    optimizer = mechanize(base(1.0), config=config)
 
     def step(carry, given):
         params, state = carry
@@ -50,6 +50,17 @@ def test_quadratic(config, after_500, after_2000, half_by):
     assert losses[2000] / losses[0] <= 1.1 * after_2000
     assert scales[2] > 0
     assert half_by[0] <= 1 + np.argmax(scales > scales[-1] / 2) <= half_by[1]
+
+
+def test_a_quadratic_stays_solved_at_a_constant_rate():
+    """AdamW for 8,000 steps. If S kept changing as much as at first, the loss would come back to 5e-3 of its start."""
+    with jax.enable_x64(True):
+        eigenvalues = jnp.logspace(-2, 0, 20)
+        given = jnp.ones(20), lambda x, _: jnp.sum(eigenvalues * x * x), jnp.arange(8000)
+        _, losses, _ = run(*given, TunerConfig(), optax.adamw)
+    losses = losses / losses[0]
+    assert max(losses[np.argmin(losses) :]) <= 1e-4
+    assert statistics.median(losses[-1000:]) <= 1e-7
 
 
 @pytest.mark.parametrize(
