@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--problem", choices=PROBLEMS, help="this one only, printed and not recorded")
     arguments = parser.parse_args()
     made_by, lines = environment(commit()), []
+    made_by["versions"] = {**made_by["versions"], "jax": jax.__version__, "optax": optax.__version__}
     with jax.enable_x64(True):
         for name in [arguments.problem] if arguments.problem else PROBLEMS:
             for base in BASES:

@@ -66,7 +66,7 @@ def choice(
 
 
 def long_runs(records: Iterable[dict[str, Any]]) -> str:
-    """In how many cases the loss comes back up after its minimum, and where it ends; cases are problems and bases."""
+    """In how many runs the loss comes back up after its minimum, and where it ends; one run per problem and base."""
     runs: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {who: defaultdict(list) for who in LONG_RUNS}
     for record in records:
         numbers = {name: math.inf if record[name] is None else record[name] for name in ("largest_after", "last")}
@@ -80,7 +80,7 @@ def long_runs(records: Iterable[dict[str, Any]]) -> str:
         rises = [run for run in best if run["largest_after"] > 10 * run["minimum"]]
         high = [sum(run["largest_after"] > level for run in rises) for level in (1e-3, 1.0)]
         rows.append([label, len(best), len(rises), *high, f"{statistics.median(run['last'] for run in best):.0e}"])
-    heads = ["cases", "more than tenfold", "… to 1e-3 of its start", "… above its start", "last loss, median"]
+    heads = ["runs", "more than tenfold", "… to 1e-3 of its start", "… above its start", "last loss, median"]
     return table(["the loss comes back up", *heads], rows)
 
 
