@@ -164,8 +164,8 @@ def runs_of(problem: Problem, base: str, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_runs", description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--problem", choices=PROBLEMS, help="this one only, printed and not recorded")
+    parser.add_argument("--steps", type=int, default=STEPS, help="another number: printed and not recorded")
+    parser.add_argument("--problem", choices=PROBLEMS, help="this one only: printed and not recorded")
     arguments = parser.parse_args()
     made_by, lines = environment(commit()), []
     made_by["versions"] = {**made_by["versions"], "jax": jax.__version__, "optax": optax.__version__}
@@ -178,7 +178,7 @@ def main() -> None:
                     lines.append(json.dumps({**record, **made_by}))
                     print(", ".join(f"{value}" for value in record.values()), flush=True)
                 print(f"{time.monotonic() - began:.1f} seconds", flush=True)
-    if not arguments.problem:
+    if not arguments.problem and arguments.steps == STEPS:
         RECORDS.parent.mkdir(exist_ok=True)
         RECORDS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

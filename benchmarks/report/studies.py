@@ -36,6 +36,9 @@ LONG_RUNS = {
     "bare": "the base optimizer, tuned",
 }
 
+SMALLEST = 1e-16
+"""Losses below it, as shares of the first one, are all the same to a user."""
+
 AT_THE_LOOK = "variant at the look /"
 """The defaults when the held-out tasks were looked at, commit fa41979. What is recorded on them since has been seen."""
 
@@ -77,7 +80,7 @@ def long_runs(records: Iterable[dict[str, Any]]) -> str:
         best = [min(of_case, key=lambda run: run["last"]) for of_case in runs[who].values()]
         if not best:
             continue
-        rises = [run for run in best if run["largest_after"] > 10 * run["minimum"]]
+        rises = [run for run in best if run["largest_after"] > 10 * max(run["minimum"], SMALLEST)]
         high = [sum(run["largest_after"] > level for run in rises) for level in (1e-3, 1.0)]
         rows.append([label, len(best), len(rises), *high, f"{statistics.median(run['last'] for run in best):.0e}"])
     heads = ["runs", "more than tenfold", "… to 1e-3 of its start", "… above its start", "last loss, median"]

@@ -45,8 +45,8 @@ TINY_GRADIENT = 0.02
 GRADIENT_JUMP = 2.0
 """A gradient counts as at most this many times the largest one before, so that one bad batch does not stand for all."""
 
-CALM_AFTER = 1000
-"""From this step t on, S makes at most 1000 / t of its change. It then is a mean over about the last t / 1000 steps."""
+CALM_AFTER, CALM_UNTIL = 1000, 50_000
+"""On step t in between, S makes at most 1000 / t of its change, and later a fiftieth: a mean over about 50 steps."""
 
 TINY = 1e-37
 """Divisors are at least this, so that 0 / 0 is 0. It is a normal number in float32, too."""
@@ -74,8 +74,8 @@ class TunerConfig:
             parts in t + 50 of Delta on step t. 0 keeps all of it, as the paper does. Default: 4.
         settle: let a schedule calm all movement. If the learning rate has fallen to a fraction of its peak, S changes
             only by that fraction, and what Delta has moved so far follows S only by that fraction, within the limit
-            of ``forgetting``. Without it a learning rate of 0 still moves the parameters. At a constant rate, S is
-            calmed in the same way from step 1,000 on, the more the longer the run. Default: True.
+            of ``forgetting``. Without it a learning rate of 0 still moves the parameters. Whatever the schedule, S
+            changes more slowly from step 1,000 on. Default: True.
         min_lr: S is kept at this value or above it, from the first step on. S is the effective learning rate at the
             peak of the schedule, so the schedule may still go below. Default: 0, no floor.
         max_lr: S is kept at this value or below it. Default: infinity, no cap.
@@ -323,8 +323,9 @@ def update(
         largest_rate = xp.maximum(largest_rate, rate)
     if config.settle:
         # A change of S moves the parameters along all of Delta. Late in a run, a few batches should not do that.
+        calm = CALM_AFTER / xp.clip(steps, None, CALM_UNTIL)
         pace = 1.0 if rate is None else _pace(rate, largest_rate, xp)
-        scales = state.scales + xp.clip(CALM_AFTER / steps, None, pace) * (scales - state.scales)
+        scales = state.scales + xp.clip(calm, None, pace) * (scales - state.scales)
 
     if config.has_bounds:
         total = xp.sum(scales, -1, keepdims=True)

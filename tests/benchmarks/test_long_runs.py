@@ -34,8 +34,9 @@ def test_the_table_counts_rises_and_takes_the_bare_base_at_its_best_rate():
                 case("mechanic", 1e-2, 2e-2, 1e-2, base="Lion"),
                 case("bare", 1e-3, None, None),
                 case("bare", 1e-4, 1e-4, 1e-4),
+                case("bare", 0.0, 1e-17, 1e-20, base="Lion"),
             ]
         )
     )
     assert rows["Mechanic"] == ["2", "1", "1", "0", "5e-03"]
-    assert rows["the base optimizer, tuned"] == ["1", "0", "0", "0", "1e-04"]
+    assert rows["the base optimizer, tuned"] == ["2", "0", "0", "0", "5e-05"]

@@ -31,7 +31,8 @@ class Departures:
     no_epsilon: bool = True  # line 16: nothing is added to sqrt(v)
     guard: bool = True  # after line 16: S times the largest |Delta| falls by at most one half
     forgetting: bool = True  # line 9: a part of Delta is let go while S is larger than ever
-    settling: bool = True  # after the guard: S goes lr / max lr or 1000 / t of its way; line 9: Delta ... the rest
+    # After the guard: S goes lr / max lr of its way, or 1000 / t if that is less; line 9: Delta makes up for the rest.
+    settling: bool = True
     idle_steps_kept: bool = True  # lines 10-16 skipped where the gradient is zero or not finite
 
     @classmethod
@@ -116,7 +117,7 @@ class Oracle:
             s = s + (floor - s.sum()) / self.n
         self.largest_rate = max(self.largest_rate, self.base.lr(self.base.t - 1))
         if d.settling:
-            s = self.s + min(self._pace(), 1000 / (self.t + 1)) * (s - self.s)
+            s = self.s + min(self._pace(), 1000 / min(self.t + 1, 50_000)) * (s - self.s)
         lowest, highest = self.bounds
         if s.sum() > highest:
             s = s * highest / s.sum()

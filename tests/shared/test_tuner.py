@@ -167,6 +167,7 @@ def test_late_in_a_run_the_scale_goes_a_part_of_its_way_that_falls_with_the_step
     np.testing.assert_allclose(moved(1000), moved(11), rtol=1e-8)
     np.testing.assert_allclose(moved(4000), min(1.0, 0.25 / share) * moved(11), rtol=1e-8)
     np.testing.assert_allclose(moved(40_000), 0.025 / share * moved(11), rtol=1e-8)
+    np.testing.assert_allclose(moved(1_000_000), moved(50_000), rtol=1e-8)  # so that S can still fall in a long run
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0])

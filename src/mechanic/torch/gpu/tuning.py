@@ -34,6 +34,7 @@ SMALL_GRADIENT = tl.constexpr(_tuner.SMALL_GRADIENT)
 TINY_GRADIENT = tl.constexpr(_tuner.TINY_GRADIENT)
 GRADIENT_JUMP = tl.constexpr(_tuner.GRADIENT_JUMP)
 CALM_AFTER = tl.constexpr(_tuner.CALM_AFTER)
+CALM_UNTIL = tl.constexpr(_tuner.CALM_UNTIL)
 TINY = tl.constexpr(_tuner.TINY)
 INFINITY = tl.constexpr(float("inf"))
 S_INIT = tl.constexpr(columns.S_INIT)
@@ -204,7 +205,8 @@ def tune(
 
     largest_rate = tl.maximum(old_largest_rate, rate)
     if SETTLE:
-        pace = tl.minimum(CALM_AFTER / (old_steps + 1), _pace(rate, largest_rate))
+        calm = CALM_AFTER / tl.minimum(old_steps + 1, CALM_UNTIL)
+        pace = tl.minimum(calm, _pace(rate, largest_rate))
         scales = old_scales + pace * (scales - old_scales)
     if BOUNDS:
         proposed = tl.sum(scales, 0)
