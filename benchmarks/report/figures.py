@@ -69,6 +69,7 @@ def curves(results: Results) -> Any:
         ("mechanic-pytorch", "mechanic-pytorch adamw"),
         ("d-adaptation", "d-adaptation adamw"),
         ("prodigy", "prodigy"),
+        ("prodigy-plus-schedule-free", "prodigy-plus-schedule-free"),
     ]
 
     def draw(axis: Any, task: str) -> None:

@@ -47,10 +47,10 @@ def write(folder: Path, out: Path, seeds: int = 3) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for page in PAGES:
         path = out / page
-        text = path.read_text(encoding="utf-8") if path.exists() else marks_of_all_tables()
+        text = path.read_text(encoding="utf-8") if path.exists() else marks_of(tables)
         path.write_text(fill(text, tables), encoding="utf-8")
     figures.draw_all(Results(RecordBook(folder).records, seeds), out / "figures")
 
 
-def marks_of_all_tables() -> str:
-    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in (*TABLES, "long-runs", *OF_THE_CONTEST))
+def marks_of(tables: Tables) -> str:
+    return "\n\n".join(f"<!-- table: {name} -->\n<!-- end -->" for name in tables)

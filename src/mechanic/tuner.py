@@ -45,8 +45,11 @@ TINY_GRADIENT = 0.02
 GRADIENT_JUMP = 2.0
 """A gradient counts as at most this many times the largest one before, so that one bad batch does not stand for all."""
 
-CALM_AFTER, CALM_UNTIL = 1000, 50_000
-"""On step t in between, S makes at most 1000 / t of its change, and later a fiftieth: a mean over about 50 steps."""
+CALM_AFTER = 1000
+"""From this step t on, S makes at most 1000 / t of its change. It is then a mean over about the last t / 1000 steps."""
+
+CALM_UNTIL = 50_000
+"""From this step on, S makes at most a fiftieth of its change, so that it can still fall in a run of any length."""
 
 TINY = 1e-37
 """Divisors are at least this, so that 0 / 0 is 0. It is a normal number in float32, too."""
