@@ -1,17 +1,21 @@
-"""The figures of the pages on results and on Muon."""
+"""The figures of the pages on results, on the contest and on Muon."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.contest import score
+from benchmarks.contest.methods import METHODS
 from benchmarks.report.muon import FAMILIES_OF_WIDTHS, ROLES_OF_WIDTHS, best_pair, plane, scales_by_width
 from benchmarks.report.results import FAMILIES, Results, members
 from benchmarks.report.style import LOOK, STYLES, plt, save
+from benchmarks.report.verdict import CLOCKS, SLACKS, Judgement
 from benchmarks.suite.record import final
 from benchmarks.suite.tasks import MUON_WIDTHS
 
@@ -20,11 +24,12 @@ SHOWN = ["mlp-fashion", "cnn-mnist", "resnet-cifar10", "gpt-shakespeare", "bert-
 SHOWN += ["bert-banking77", "vit-cifar10", "convex-letter"]
 
 
-def draw_all(results: Results, folder: Path) -> None:
+def draw_all(results: Results, judgement: Judgement, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
+    drawn = {name: partial(draw, results) for name, draw in FIGURES.items()} | {"contest": partial(contest, judgement)}
+    for name, draw in drawn.items():
         with plt.rc_context(LOOK):
-            figure = draw(results)
+            figure = draw()
             if figure is not None:
                 save(figure, folder, name)
 
@@ -252,6 +257,25 @@ def muon_curves(results: Results) -> Any:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
+
+def contest(judgement: Judgement) -> Any:
+    """AlgoPerf's performance profiles: the share of tasks and horizons on which a method is within τ of the fastest."""
+    if not (over := judgement.horizons()):
+        return None
+    figure, axes = plt.subplots(1, len(CLOCKS), figsize=(7.6, 3.4), sharey=True)
+    levels = np.linspace(1, score.FARTHEST, 301)
+    for axis, (clock, kind) in zip(axes, CLOCKS.items(), strict=True):
+        for method, ratios in judgement.ratios(over, SLACKS[0], clock).items():
+            look = {**STYLES_OF_THE_CONTEST[method], "marker": None}
+            label = METHODS[method].label
+            axis.plot(levels, score.profile(ratios, levels), label=label, drawstyle="steps-post", **look)
+        axis.set(xlabel=f"τ: {kind} as a multiple of the fastest's", ylim=(0, 1), xlim=(1, score.FARTHEST))
+    axes[0].set_ylabel(f"share of tasks at the target, + {SLACKS[0]:.0%}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+STYLES_OF_THE_CONTEST = {**STYLES, "adamw": STYLES["tuned"], "nadamw": {"color": "#117733", "linestyle": "-."}}
 
 FIGURES = {
     "muon-curves": muon_curves,

@@ -23,10 +23,14 @@ Tables = dict[str, Callable[[], str]]
 
 def tables_of(records: Path, seeds: int = 3) -> Tables:
     results = Results(RecordBook(records).records, seeds)
-    judgement = verdict.Judgement(RecordBook(records / contest.FOLDER).records)
+    judgement = judgement_of(records)
     found: Tables = {name: partial(make, results) for name, make in TABLES.items()}
     found["long-runs"] = partial(studies.long_runs, lines_of(records / "long" / "long.jsonl"))
     return found | {name: partial(make, judgement) for name, make in OF_THE_CONTEST.items()}
+
+
+def judgement_of(records: Path) -> verdict.Judgement:
+    return verdict.Judgement(RecordBook(records / contest.FOLDER).records)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -49,7 +53,7 @@ def write(folder: Path, out: Path, seeds: int = 3) -> None:
         path = out / page
         text = path.read_text(encoding="utf-8") if path.exists() else marks_of(tables)
         path.write_text(fill(text, tables), encoding="utf-8")
-    figures.draw_all(Results(RecordBook(folder).records, seeds), out / "figures")
+    figures.draw_all(Results(RecordBook(folder).records, seeds), judgement_of(folder), out / "figures")
 
 
 def marks_of(tables: Tables) -> str:

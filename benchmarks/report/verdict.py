@@ -94,6 +94,16 @@ class Judgement:
             for name in names
         }
 
+    def ratios(self, horizons: Iterable[str], slack: float, clock: str) -> dict[str, list[float]]:
+        """By method, at the point that was found: how many times as long as the fastest, per task and horizon."""
+        names = self.calibrated()
+        found = [
+            score.ratios({method: of_task[name] for method, name in names.items()})
+            for horizon in horizons
+            for of_task in self.times(horizon, slack, clock).values()
+        ]
+        return {method: [of_task[method] for of_task in found] for method in names}
+
     def horizons(self) -> list[str]:
         """Those that all tasks of the contest were run over, so that every score is of the same tasks."""
         return [horizon for horizon in HORIZONS if len(self.tasks(horizon)) == len(JUDGED)]
@@ -218,6 +228,20 @@ def final_losses(judgement: Judgement, horizon: str = "3of3") -> str:
     return table(["", f"target, + {SLACKS[0]:.0%}", *(METHODS[method].label for method in names)], rows)
 
 
+def by_task(judgement: Judgement) -> str:
+    """Every task's part of the score by steps, over all horizons; first where we are ahead of the best other most."""
+    names, over = judgement.calibrated(), judgement.horizons()
+    found = judgement.areas(names.values(), over, SLACKS[0], "steps") if over else {}
+    parts = {task: [found[name][index] for name in names.values()] for index, task in enumerate(JUDGED) if found}
+    ours = list(names).index(OURS) if names else 0
+
+    def lead(task: str) -> float:
+        return parts[task][ours] - max(part for index, part in enumerate(parts[task]) if index != ours)
+
+    rows = [[task, *(f"{part:.2f}" for part in parts[task])] for task in sorted(parts, key=lead, reverse=True)]
+    return table(["", *(METHODS[method].label for method in names)], rows)
+
+
 def sentence(judgement: Judgement) -> str:
     """What the scores support, and no more: who is ahead of ours, who behind, where the interval leaves out 0."""
     names, over = judgement.calibrated(), judgement.horizons()
@@ -258,5 +282,6 @@ TABLES: dict[str, Callable[[Judgement], str]] = {
         f"verdict-scores-{slack * 100:g}-of-descent": functools.partial(scores, slack=slack, of_descent=True)
         for slack in SLACKS
     },
+    "verdict-by-task": by_task,
     "verdict-losses": final_losses,
 }

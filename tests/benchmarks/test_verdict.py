@@ -9,7 +9,7 @@ pytest.importorskip("ray")
 from benchmarks.contest import choice, plan
 from benchmarks.contest.methods import DEFAULTS, METHODS, OURS
 from benchmarks.contest.tasks import JUDGED, TASKS
-from benchmarks.report import pages, verdict
+from benchmarks.report import figures, pages, verdict
 from benchmarks.report.verdict import Judgement
 from benchmarks.suite.recordbook import RECORDS
 
@@ -89,8 +89,22 @@ def test_every_table_of_a_whole_contest_is_filled(records):
     losses = rows_of(verdict.final_losses(judgement))
     assert losses[JUDGED[0]][0] == "1.02"
     assert losses[JUDGED[0]][1] == "1 – 3/3"
+    parts = rows_of(verdict.by_task(judgement))
+    assert parts[JUDGED[0]] == [f"{area:.2f}" for area in (0, 0, 0, 1, 0, 1, 1)]  # in the order of the methods
     defaults = rows_of(verdict.defaults(judgement))
     assert defaults["D-Adaptation"][0] == "1.00 [1.00, 1.00] → 0.00 [0.00, 0.00]"
+
+
+def test_the_profiles_are_drawn_where_there_is_a_score(records):
+    figure = figures.contest(Judgement(records))
+    by_steps, by_time = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in by_steps.get_lines()}
+    assert set(lines) == {method.label for method in METHODS.values()}
+    assert set(lines["Schedule-Free AdamW"]) == {1.0}  # the fastest on every task
+    assert set(lines["Prodigy"]) == {0.0}  # never at the target
+    assert len(by_time.get_lines()) == len(METHODS)
+    figures.plt.close(figure)
+    assert figures.contest(Judgement({})) is None
 
 
 def test_without_records_or_with_some_no_table_fails(records):
