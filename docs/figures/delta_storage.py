@@ -76,7 +76,7 @@ def peers():
 
 def measured_bytes(dtype, build):
     """Per parameter, of 24 matrices with a bias each (6.3 million), without parameters and gradients."""
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(512, 512), (512,)] * 24]
+    params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in [(512, 512), (512,)] * 24]
     optimizer = build(params)
     for p in params:
         p.grad = torch.ones_like(p)
@@ -96,7 +96,7 @@ def print_bytes(dtypes):
                 rows[f"{base}, Delta in {name}"] = lambda params, b=build, d=delta: Mechanic(b(params), delta=d)
         for name, build in rows.items():
             kept, most = measured_bytes(dtype, build)
-            print(f"{dtype} {name:45s} kept {kept:6.3f}  at most {most:5.1f} MB in passing", flush=True)
+            print(f"{dtype} {name:45s} kept {kept:6.3f}  temporary {most:5.1f} MB", flush=True)
 
 
 def print_half(steps=400):

@@ -31,7 +31,7 @@ DEFINED = (
     "where a learning rate of 0 made it raise",
     '"Gains as 0" is the mean if a ρ below 0 counts as 0',
     "with gains as 0, and 95 % intervals",
-    "above it by 2 or 5 % of the way",
+    "plus 2 or 5 % of its improvement",
     "profile: 1 if a method",
     "takes 4 times as long",
     "adds 0.",

@@ -99,7 +99,7 @@ def scale(state: PyTree) -> jax.Array:
 
 
 def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:
-    """How many steps every tuner skipped, by its name, because of NaN or inf in its gradients or sums.
+    """How many steps had NaN or inf in the gradients or sums of a tuner, by its name.
 
     On such a step S stays as it was, and the base gets zeros. If S stays 0, look here: all gradients may be NaN::
 

@@ -125,8 +125,7 @@ class Wrapped(Generic[BaseT]):
 
     def scales(self) -> dict[str, float]:
         scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
-        if not all(scales.values()):
-            self.warn_if_nothing_is_learned()
+        self.warn_if_nothing_is_learned()
         self.warn_of_scale(tuners.read_on_host(self.groups))
         return scales
 
