@@ -102,6 +102,7 @@ def test_parameters_have_the_roles_of_their_names_and_shapes():
     assert {kernel["kernel"] for kernel in found["attention"].values()} == {"matrix"}
     assert found["up"] == {"kernel": "matrix", "bias": "vector"}
     assert found["lm_head"] == {"kernel": "head"}
+    assert roles({"qa_outputs": {"kernel": jnp.zeros((4, 2))}}) == {"qa_outputs": {"kernel": "head"}}
     leaf = functools.partial(jnp.zeros, dtype=jnp.float32)
     assert roles({"experts": leaf((4, 3, 2)), "conv": {"kernel": leaf((3, 3, 2, 4))}}) == {
         "experts": "experts",

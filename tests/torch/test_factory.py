@@ -70,6 +70,16 @@ def test_the_signature_shows_the_bases_arguments_and_mechanics():
     assert {"weight_decay", "config", "per_group", "skip_nonfinite"} <= set(names)
 
 
+def test_a_base_keeps_an_option_that_mechanic_has_as_well():
+    adamp = mechanic_class(pytorch_optimizer.AdamP)
+    assert "delta" in inspect.signature(adamp).parameters
+    model = mlp()
+    optimizer = adamp(model.parameters(), delta=0.2, config={"decay": 0.1})
+    assert optimizer.base.defaults["delta"] == 0.2
+    assert optimizer.config.decay == 0.1
+    train(model, optimizer, 3)
+
+
 def test_instances_pickle():
     model = mlp()
     optimizer = mechanic_class(torch.optim.RAdam)(model.parameters())

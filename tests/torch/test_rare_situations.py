@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mechanic import TunerConfig
+from mechanic.integrations import readings
 from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
 from mechanic.torch.kernels import rounding
 from tests.torch.task import backward, digits, mlp, same_bits, scale, snapshot, train
@@ -116,6 +117,43 @@ BAD = {
     "lazily negated": lambda p: negated(p.shape),
     "plain": lambda p: torch.full_like(p, torch.inf),
 }
+
+
+def test_a_gradient_may_be_lazily_conjugated():
+    z, twin = (nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])) for _ in range(2))
+    optimizers = [Mechanic(optim.SGD([p], lr=1.0, momentum=0.9, foreach=False)) for p in (z, twin)]
+    for _ in range(5):
+        for p, optimizer in zip((z, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            (p.conj() * (p.detach() - 1)).sum().real.backward()
+            assert p.grad.is_conj()
+            p.grad = p.grad if p is z else p.grad.resolve_conj()
+            optimizer.step()
+    assert z.equal(twin)
+    assert optimizers[0].scales()["default"] > 0
+
+
+def test_a_base_without_a_learning_rate_tells_a_rate():
+    class WithoutRate(optim.SGD):
+        """As transformers' Adafactor with ``relative_step=True``."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] = 0.1
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"] = None
+
+    model = mlp()
+    base = WithoutRate(model.parameters(), lr=0.1)
+    for group in base.param_groups:
+        group["lr"] = None
+    optimizer = Mechanic(base)
+    train(model, optimizer, 5)
+    assert optimizer.learning_rates() == optimizer.scales()
+    assert optimizer.get_avg_learning_rate() == optimizer.scales()["default"] > 0
+    assert readings(optimizer)["mechanic/lr"] == optimizer.scales()["default"]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("name", BAD)

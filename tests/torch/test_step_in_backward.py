@@ -517,6 +517,28 @@ def test_a_closure_makes_the_same_step():
 
 
 @some_wait
+def test_options_assigned_after_the_backward_pass_stay_and_count_from_the_next_step_on():
+    """The parameters whose gradients have come have been stepped already."""
+    model, optimizer = wrapped_mlp()
+    twin, other = wrapped_mlp()
+    lrs = [1.0, 0.5, 0.25, 0.125]
+    for step, lr in enumerate(lrs):
+        backward(model, step)
+        for group in optimizer.param_groups:
+            group.update(lr=lrs[min(step + 1, 3)], of_the_user=step)
+        optimizer.step()
+        assert [(group["lr"], group["of_the_user"]) for group in optimizer.param_groups] == [
+            (lrs[min(step + 1, 3)], step) for _ in optimizer.param_groups
+        ]
+        for group in other.param_groups:
+            group["lr"] = lr
+        backward(twin, step)
+        other.step()
+    assert same_bits(snapshot(model, optimizer), snapshot(twin, other))
+    assert optimizer.learning_rates() == other.learning_rates()
+
+
+@some_wait
 def test_a_backward_pass_that_is_broken_off_can_be_forgotten():
     model, optimizer = wrapped_mlp()
     train(model, optimizer, 5)

@@ -7,7 +7,8 @@ import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
-from torch import nn, optim
+from torch import distributed, nn, optim
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -216,6 +217,24 @@ def test_a_copy_goes_on_by_itself(how):
     assert same_bits(before, snapshot(model, optimizer))
     train(model, optimizer, 5, first=5)
     assert same_bits(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+def test_no_copies_of_sharded_half_precision_parameters_are_kept(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        values = [torch.ones(4, 4, dtype=torch.bfloat16) for _ in range(2)]
+        first, second = (nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values)
+        base = Together(optim.SGD([first], lr=1.0, momentum=0.9), optim.AdamW([second], lr=1.0))
+        optimizer = Mechanic(base)
+        for _ in range(3):
+            for p in (first, second):
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            kept = [list(map(id, each.state)) for each in (*base.by_name.values(), base)]
+            assert kept == [[id(first)], [id(second)], [id(first), id(second)]]
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_the_checkpoint_of_another_pair_is_refused_and_nothing_changes():

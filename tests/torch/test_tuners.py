@@ -100,6 +100,11 @@ def test_a_checkpoint_of_other_tuners_is_refused():
 
 
 class TestLayerGroups:
+    def test_a_group_may_be_one_tensor(self):
+        model = mlp()
+        groups = layer_groups(model, [{"params": model[0].weight, "weight_decay": 0.1}])
+        assert groups == [{"params": [model[0].weight], "weight_decay": 0.1, "tuner": "0"}]
+
     def test_a_weight_and_its_bias_share_a_tuner(self):
         groups = layer_groups(mlp())
         assert [group["tuner"] for group in groups] == ["0", "2"]

@@ -24,14 +24,14 @@ class Disguised(Mechanic[Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # pickle refuses an object that gives another class than its own, and copies are not watched.
-        return _restored, (self._wrapped,)
+        return _restored, (self.__getstate__(),)
 
 
 Disguised.__name__ = Disguised.__qualname__ = "Mechanic"  # what a script prints
 
 
-def _restored(wrapped: Any) -> Mechanic[Any]:
+def _restored(state: dict[str, Any]) -> Mechanic[Any]:
     optimizer = Mechanic.__new__(Mechanic)
-    optimizer.__setstate__({"_wrapped": wrapped})
+    optimizer.__setstate__(state)
     optimizer.__class__ = Disguised
     return optimizer

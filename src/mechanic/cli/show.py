@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mechanic.cli.sharded import is_sharded, read_sharded
-from mechanic.torch.layout import DELTA, FROZEN, LAST_LR, PEAK_LR, ROW, SKIPPED, STATE_KEYS, TUNER, Group
-from mechanic.torch.tuners import read_on_host, scale_of
+from mechanic.torch.layout import DELTA, FROZEN, PEAK_LR, ROW, SKIPPED, STATE_KEYS, TUNER, Group
+from mechanic.torch.tuners import last_rate, read_on_host, scale_of
 
 FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt", "*.tar")
 
@@ -99,9 +99,9 @@ def _describe(state_dict: dict[str, Any]) -> Iterator[str]:
 
 def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfinite: int) -> str:
     """One line: what a tuner has learned."""
-    group = max((groups[index] for index in indices), key=_last_lr)
+    group = max((groups[index] for index in indices), key=last_rate)
     scale = float(scale_of(group))
-    rate = scale * _last_lr(group) / float(group[PEAK_LR])
+    rate = scale * last_rate(group)
     unnamed = {each[ROW] for each in groups if each.get("tuner") is None}
     name = group.get("tuner") or ("default" if len(unnamed) == 1 else f"group {indices[0]}")
     which = "" if len(indices) == len(groups) else f" (group {', '.join(map(str, indices))})"
@@ -110,11 +110,6 @@ def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfini
         f"tuner {name!r}{which}: S = {scale:.4g} after {_plural(steps + nonfinite, 'step')}{bad}; "
         f"effective learning rate of the last step {rate:.4g} (the peak lr passed was {float(group[PEAK_LR]):g})"
     )
-
-
-def _last_lr(group: Group) -> float:
-    lr: Any = group[LAST_LR] if LAST_LR in group else group.get("lr", group[PEAK_LR])
-    return float(lr)
 
 
 def _size(state: dict[Any, Any], keys: tuple[str, ...] | None) -> str:

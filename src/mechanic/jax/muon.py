@@ -18,7 +18,9 @@ from mechanic.jax.state import PyTree
 
 ROLES = ("matrix", "experts", "conv", "embedding", "head", "vector", "other")
 
-_HEAD = re.compile(r"^((lm_|cls_|mlm_)?head|classifier|score|logits|unembed|embed_out|output_projection|proj_out)$")
+_HEAD = re.compile(
+    r"^((lm_|cls_|mlm_)?head|classifier|score|logits|unembed|embed_out|output_projection|qa_outputs|proj_out)$"
+)
 _EMBEDDING = re.compile(r"embed|^(pos|position|positions|token|tokens|wte|wpe)$", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)
 _INTO_HEADS = re.compile(r"^(query|key|value|q|k|v)(_proj)?$")  # [features, heads, head_dim], as Flax has them

@@ -2,8 +2,8 @@
 
 When the gradient of a parameter is there, its part of the five sums is measured, and the base steps on it, with the S
 of before: x = x_1 + S (Delta + u). Small ones wait for each other, since calls would cost more than the work. When all
-have come, S' and k are known, and a pass over Delta, which needs no
-gradients, brings the parameters to x_1 + S' Delta' with Delta' = k (Delta + u).
+have come, S' and k are known, and a pass over Delta, which needs no gradients, brings the parameters to
+x_1 + S' Delta' with Delta' = k (Delta + u).
 
 In the usual step Delta' = k Delta + u. What u was is not known any more when k is, and keeping it would take as much
 memory as the gradients. So k, the share of Delta that is kept, acts on the newest update as well, as if the learning
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mechanic.torch import capture, freezing
 from mechanic.torch.arrays import array_module
-from mechanic.torch.base_step import numbers_in, set_numbers, shown_only
+from mechanic.torch.base_step import counting_from, numbers_in, shown_only
 from mechanic.torch.buckets import Scaling
 from mechanic.torch.layout import Group, params_of
 from mechanic.torch.private import is_inside_backward, mark_as_stepped, outside_of_compiled_code
@@ -52,7 +54,6 @@ class _Place:
 
     group: Group
     number: int  # among the parameters that are trained
-    numbers: dict[str, Any]  # what the base had counted in the group before the step
 
 
 @dataclass
@@ -60,11 +61,21 @@ class _Step:
     """A step that is being made."""
 
     reduction: Reduction
+    begun_with: list[tuple[Group, dict[str, Any]]]  # the groups, and the numbers they had
     places: dict[Tensor, _Place]  # of all parameters that are trained
     come: set[Tensor] = field(default_factory=set)  # whose gradients have come
     waiting: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that have not been stepped with yet
     elements: int = 0  # of these
     sums: dict[int, Tensor] = field(default_factory=dict)  # of all others that have come, [5] by row of the tuner
+
+
+@contextmanager
+def _as_begun(step: _Step) -> Iterator[None]:
+    """Every part of a step counts from the same numbers, and has the learning rates that the first part had."""
+    with ExitStack() as stack:
+        for group, numbers in step.begun_with:
+            stack.enter_context(counting_from(group, numbers))
+        yield
 
 
 class Arrivals:
@@ -124,7 +135,8 @@ class Arrivals:
             step.waiting[p], p.grad = p.grad, None
             step.elements += p.numel()
             if step.elements >= WAITING:
-                self._step_waiting(step)
+                with _as_begun(step):
+                    self._step_waiting(step)
 
     def step(self) -> bool:
         """End a step, whether gradients have come or not: all ranks have to. False if this is not the way to step."""
@@ -145,11 +157,12 @@ class Arrivals:
             for p in self._step.places:
                 self.take(p)  # if it has no hook
             step, self._step = self._step, None
-            self._step_waiting(step)
-            if self._wrapped.is_frozen:
-                remember_rates(self._wrapped.groups)  # of those without a gradient, too
-            else:
-                self._finish(step)
+            with _as_begun(step):
+                self._step_waiting(step)
+                if self._wrapped.is_frozen:
+                    remember_rates(self._wrapped.groups)  # of those without a gradient, too
+                else:
+                    self._finish(step)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
 
     def give_up(self) -> None:
@@ -172,11 +185,10 @@ class Arrivals:
             freezing.scales_by_lr(wrapped)
         places: dict[Tensor, _Place] = {}
         for group in wrapped.groups:
-            numbers = numbers_in(group)
             for p in group["params"]:
                 if p.requires_grad:
-                    places[p] = _Place(group, len(places), numbers)
-        self._step = _Step(reduction, places)
+                    places[p] = _Place(group, len(places))
+        self._step = _Step(reduction, [(group, numbers_in(group)) for group in wrapped.groups], places)
         return self._step
 
     def _step_waiting(self, step: _Step) -> None:
@@ -191,8 +203,6 @@ class Arrivals:
             p.grad = grad
         try:
             with shown_only(self._wrapped.base, list(shown.values())):
-                for group, params in shown.values():
-                    set_numbers(group, step.places[params[0]].numbers)
                 if self._wrapped.is_frozen:
                     freezing.step_frozen(self._wrapped)
                 else:

@@ -124,9 +124,23 @@ def numbers_in(group: Group) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, int | float)}
 
 
-def set_numbers(group: Group, numbers: dict[str, Any]) -> None:
-    """Let a group have these numbers, and no others: some bases count their steps in the group."""
-    for key in [key for key in numbers_in(group) if key not in numbers]:
+@contextmanager
+def counting_from(group: Group, numbers: dict[str, Any]) -> Iterator[None]:
+    """For the time being a group has these numbers, and no others: some bases count their steps in the group.
+
+    What the base has changed stays. What somebody else has written to the group since comes back.
+    """
+    found = numbers_in(group)
+    _set_numbers(group, numbers)
+    try:
+        yield
+    finally:
+        counted = {key: value for key, value in numbers_in(group).items() if numbers.get(key) != value}
+        _set_numbers(group, {**found, **counted})
+
+
+def _set_numbers(group: Group, numbers: dict[str, Any]) -> None:
+    for key in numbers_in(group).keys() - numbers.keys():
         del group[key]
     group.update(numbers)
 

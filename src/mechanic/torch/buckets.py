@@ -17,6 +17,7 @@ from mechanic.torch.kernels.storage import Noises
 from mechanic.torch.layout import DELTA, RESIDUAL, params_of
 from mechanic.torch.private import foreach_mul_
 from mechanic.torch.shards import is_dtensor, locals_of, set_local, wide_twin
+from mechanic.torch.together import members_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,9 +70,10 @@ def replaced(base: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[No
 def _exchange(base: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
     for group in base.param_groups:
         group["params"] = [others.get(p, p) for p in group["params"]]
-    for p, other in others.items():
-        if p in base.state:
-            base.state[other] = base.state.pop(p)
+    for optimizer in {base, *members_of(base)}:  # members keep states of their own
+        for p, other in others.items():
+            if p in optimizer.state:
+                optimizer.state[other] = optimizer.state.pop(p)
 
 
 @dataclass

@@ -46,7 +46,8 @@ class MechanicOf(Mechanic[BaseT]):
     base_class: type[BaseT]
 
     def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in MechanicOptions.__annotations__ if name in kwargs}
+        theirs = inspect.signature(self.base_class).parameters
+        options = {name: kwargs.pop(name) for name in MechanicOptions.__annotations__ if name in kwargs.keys() - theirs}
         super().__init__(self.base_class(params, *args, **kwargs), **options)
 
 
@@ -55,7 +56,8 @@ def mechanic_class(base_class: type[BaseT]) -> type[MechanicOf[BaseT]]:
 
     Use it if a trainer asks for a class: ``optimizer_class=RAdam`` becomes ``optimizer_class=mechanic_class(RAdam)``.
     The options of :class:`Mechanic` (``config=``, ``peak_lr=``, ``per_group=``, ``skip_nonfinite=``, ``own_iterates=``,
-    ``process_group=`` and ``delta=``) go to Mechanic, all others to the base. If it is called twice with one base it
+    ``process_group=`` and ``delta=``) go to Mechanic, all others to the base, and so do those that the base has as well
+    (AdamP has a ``delta=``). If it is called twice with one base it
     returns the same class. Classes and instances pickle.
 
     Example:
@@ -89,7 +91,8 @@ def _make_class(base_class: Any) -> _MechanicType:
 def _joined_signature(base_class: type[Optimizer]) -> inspect.Signature:
     """The base's arguments and Mechanic's: trainers filter what they pass by the signature."""
     base = inspect.signature(base_class)
-    own = [p for p in inspect.signature(Mechanic.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    options = inspect.signature(Mechanic.__init__).parameters.values()
+    own = [p for p in options if p.kind is p.KEYWORD_ONLY and p.name not in base.parameters]
     parameters = sorted([*base.parameters.values(), *own], key=lambda p: p.kind)
     return base.replace(parameters=parameters)
 

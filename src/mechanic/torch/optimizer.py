@@ -252,7 +252,8 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         """Stop tuning: keep S as it is, and drop Delta and its memory.
 
         From now on a step is the base's own at ``lr * d``. If the base's update is not proportional to lr, a temporary
-        copy of the parameters is used in every step to scale it.
+        copy of the parameters is used in every step to scale it. NaN and infinite gradients reach the base, as they
+        would without Mechanic, unless it was built with ``skip_nonfinite=True``.
         """
         self._arrivals.end()
         freezing.freeze(self._wrapped)

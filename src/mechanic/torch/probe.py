@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.base_step import numbers_in, set_numbers, shown_only
+from mechanic.torch.base_step import counting_from, numbers_in, shown_only
 from mechanic.torch.bases import is_low_bit
 from mechanic.torch.layout import Group
 from mechanic.torch.private import global_hooks_silenced
@@ -129,8 +129,7 @@ def _is_the_same_one_by_one(owner: Optimizer, group: Group) -> bool:
                     p.grad = torch.cos(3 * start + step)
                 numbers = numbers_in(of_twin)
                 for some in [[p] for p in params] if one_by_one else [params]:
-                    set_numbers(of_twin, numbers)
-                    with shown_only(twin, [(of_twin, some)]):
+                    with shown_only(twin, [(of_twin, some)]), counting_from(of_twin, numbers):
                         _step(twin)
             found.append(torch.stack(params))
     except Exception:  # it cannot be built from its options, or needs more than a gradient to step

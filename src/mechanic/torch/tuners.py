@@ -51,13 +51,13 @@ def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None)
         >>> optimizer.scales()
         {'0': 0.0, '2': 0.0}
     """
-    layer_of = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
+    layer_of: dict[Tensor, str] = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
     split: list[Group] = []
     for group in [{"params": module.parameters()}] if groups is None else groups:
         if "tuner" in group:
             split.append(group)
             continue
-        params = list(group["params"])
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if any(p not in layer_of for p in params):
             raise ValueError("a group has parameters that are not the module's; give them a 'tuner' of their own")
         split += [
@@ -194,6 +194,12 @@ def remember_rates(groups: list[Group]) -> None:
             former.copy_(lr)  # in place, as CUDA graphs need it
         elif lr is not None:
             group[LAST_LR] = lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def last_rate(group: Group) -> float:
+    """The learning rate of the last step as a share of its peak; 1 for a base that has none."""
+    lr = group.get(LAST_LR, group.get("lr"))
+    return 1.0 if lr is None else float(lr) / float(group[PEAK_LR])
 
 
 def rows_of(groups: list[Group]) -> dict[int, int]:

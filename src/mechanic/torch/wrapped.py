@@ -18,7 +18,7 @@ from mechanic.torch.buckets import Bucket, widened
 from mechanic.torch.grouping import buckets_of, mechanic_state_of
 from mechanic.torch.kernels.eager import is_on_host
 from mechanic.torch.kernels.rounding import is_half_precision
-from mechanic.torch.layout import FROZEN, LAST_LR, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
+from mechanic.torch.layout import FROZEN, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
 from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import is_stored
 from mechanic.torch.together import names_by_group, options_of
@@ -131,11 +131,7 @@ class Wrapped(Generic[BaseT]):
 
     def learning_rates(self) -> dict[str, float]:
         scales = self.scales()
-
-        def rate(group: Group, scale: float) -> float:
-            return scale * float(group[LAST_LR if LAST_LR in group else "lr"]) / float(group[PEAK_LR])
-
-        return {name: max(rate(group, scales[name]) for group in groups) for name, groups in self.by_tuner().items()}
+        return {name: scales[name] * max(map(tuners.last_rate, groups)) for name, groups in self.by_tuner().items()}
 
     def settle_peak_lr(self) -> None:
         """Before the first step, look for a ``OneCycleLR``, which brings a peak of its own."""

@@ -45,7 +45,9 @@ def train(model, optimizer, scheduler, steps):
 half = args.steps // 2
 first = build()
 train(*first, range(half))
-pickle.dumps(copy.deepcopy(first[1]))
+twin = copy.deepcopy(first)
+pickle.dumps(twin[1])
+train(*twin, range(half, half + 1))
 with tempfile.TemporaryDirectory() as folder:
     names = "model", "optimizer", "scheduler"
     torch.save({name: part.state_dict() for name, part in zip(names, first, strict=True)}, Path(folder, "last.pt"))

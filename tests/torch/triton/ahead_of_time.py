@@ -94,7 +94,8 @@ def kernels():
                     cases[f"step {rule} {name}, {kind}, state bf16"] = programs.step, tuned, constants, lists
     arrays = {"words": "*i64", "parts": "*fp64", "sums": "*fp64"}
     cases["add"] = tuning.add, {**arrays, "rest": "i32", "spans": "i32"}, {"RED": REDUCED}, None
-    signature = {**arrays, "grad_sqs": "*fp64", "tuned": "*fp64", "T": "i32", "rest": "i32", "spans": "i32"}
+    signature = {**arrays, "grad_sqs": "*fp64", "tuned": "*fp64", "unchanged": "*fp64"}
+    signature |= {"T": "i32", "rest": "i32", "spans": "i32"}
     flags = dict.fromkeys(("ADDS", "RELATIVE_START", "GUARD", "SETTLE", "FORGETS", "BOUNDS", "COUNTS"), True)
     cases["tune"] = tuning.tune, signature, {"N": 5, "P": 8, "RED": REDUCED, **flags}, None
     return cases

@@ -1,9 +1,11 @@
 """Courses of training on CPU tensors, with the eager kernels and with Triton's, interpreted in a process of its own."""
 
+import contextlib
 import copy
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import pytorch_optimizer
 import torch
@@ -166,6 +168,26 @@ def plain(base, **options):
     return Course(base, **options).run().errors()
 
 
+def failing(base):
+    """After a base that fails, with either kernels: how far tuners, ``d`` and parameters are from what they were."""
+    course = Course(base, groups=2).run()
+    changed = []
+    for kernels, params, optimizer in zip(course.kernels, course.params, course.optimizers, strict=True):
+        before = [group[key].clone() for group in optimizer.param_groups for key in ("mechanic_tuner", "d")]
+        values = [p.detach().clone() for p in params]
+        optimizer.base.step, step = mock.Mock(side_effect=MemoryError), optimizer.base.step
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            with using(kernels), contextlib.suppress(MemoryError):
+                optimizer.step()
+        optimizer.base.step = step
+        after = [group[key] for group in optimizer.param_groups for key in ("mechanic_tuner", "d")]
+        moved = max((p - value).abs().max().item() for p, value in zip(params, values, strict=True) if p.numel())
+        changed.append((max((a - b).abs().max().item() for a, b in zip(before, after, strict=True)), moved))
+    return changed
+
+
 def with_counters_on_the_device():
     was = listing.is_on_device
     rules.is_on_device = listing.is_on_device = lambda counter: True
@@ -320,7 +342,8 @@ def tune_error(config):
         table = Table(torch.device("cpu"))
         numbers = [group["lr"] for group in groups]
         table.fill([], 3, partial(listing.words_of_tuners, config, groups, numbers, show=True))
-        tuned = launches.tune(table, None, (sums, sums[:, 2].contiguous()), 3, config)
+        tuned, unchanged = launches.tune(table, None, (sums, sums[:, 2].contiguous()), 3, config)
+        assert unchanged.equal(torch.cat([betas.expand(3, 1, -1), torch.stack(before, 1)], 1))
 
         for group in groups:
             row = group["mechanic_row"]

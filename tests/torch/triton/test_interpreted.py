@@ -50,6 +50,13 @@ def test_around_any_other_base_it_follows_the_eager_step(interpreter, base):
     assert errors["launches"] == [["five_sums", "tune", "lend", "move"]] * 5
 
 
+@pytest.mark.parametrize("base", [ON_DELTA, ON_COPIES])
+def test_a_base_that_fails_leaves_the_tuners_as_they_were(interpreter, base):
+    for tuners_changed, moved in interpreter("failing", base):
+        assert tuners_changed < 1e-15
+        assert moved < 1e-6
+
+
 def test_steps_that_are_counted_on_the_device_are_not_read(interpreter):
     assert_same(interpreter("with_counters_on_the_device"))
 

@@ -6,6 +6,8 @@ tensors share, then what `tune` needs. Addresses are 0 where there is no such te
 
 from __future__ import annotations
 
+from mechanic.tuner import TunerState
+
 # The record of a tensor.
 X, G, D, M, V, R, DELTA_SCALES, STEP, LR_AT = range(9)
 """Addresses: parameter, gradient, Delta, two tensors of the base, residual, Delta's scales in int8, step counter, and
@@ -32,6 +34,8 @@ GROUP = 5
 SCALE, CHANGE, RETENTION, FINITE, BEFORE, AFTER, STEPS = range(7)
 """S / k, S' - S / k, k, whether the gradients are finite, S, S', and the number of the step for rounding."""
 TUNED = 7
+TUNER_ROWS = 1 + len(TunerState._fields)
+"""Of a tuner before the step, which `tune` leaves as well: the betas, and the fields of ``TunerState``."""
 
 # The rules that `step` knows.
 SGD, MOMENTUM, ADAM, NADAM, LION, RMSPROP, RMSPROP_MOMENTUM, ADAGRAD = range(8)

@@ -22,6 +22,7 @@ from mechanic.torch.gpu.rules import Rule, count_steps, rules_of
 from mechanic.torch.gpu.table import Span, Table
 from mechanic.torch.gpu.taken import Taken, divide
 from mechanic.torch.kernels.storage import Noises
+from mechanic.torch.layout import ROW, TUNER
 from mechanic.torch.private import mark_as_stepped
 from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import StoredBucket
@@ -68,9 +69,9 @@ def step(wrapped: Wrapped[Any], reduction: Reduction, buckets: list[Bucket], eag
             return
     else:
         parts = launches.five_sums(work.table)
-    tuned = launches.tune(work.table, parts, summed, work.tuners, wrapped.config)
+    tuned, unchanged = launches.tune(work.table, parts, summed, work.tuners, wrapped.config)
     if work.rules is None:
-        _step_around(wrapped, work, tuned)
+        _step_around(wrapped, work, tuned, unchanged)
     else:
         _step_whole(wrapped, work, work.rules, tuned)
     for bucket in work.taken:
@@ -161,8 +162,8 @@ def _step_whole(wrapped: Wrapped[Any], work: _Work, rules: list[Rule], tuned: Te
     mark_as_stepped(wrapped.base)
 
 
-def _step_around(wrapped: Wrapped[Any], work: _Work, tuned: Tensor) -> None:
-    """Launches before and after the base's own step."""
+def _step_around(wrapped: Wrapped[Any], work: _Work, tuned: Tensor, unchanged: Tensor) -> None:
+    """Launches before and after the base's own step. If that fails, the tuners go back to what they were."""
     way = {"lends_delta": any(bucket.steps_on_delta for bucket in work.buckets), "offset": wrapped.own_iterates}
     scaling = _scaling(tuned)
     for bucket in work.buckets:
@@ -170,7 +171,14 @@ def _step_around(wrapped: Wrapped[Any], work: _Work, tuned: Tensor) -> None:
     for bucket in work.left:
         bucket.discard_grads_unless(tuned.unbind(-1)[columns.FINITE] != 0)
     launches.lend(work.table, tuned, **way)
-    stepped = wrapped.step_base(work.buckets)
+    try:
+        stepped = wrapped.step_base(work.buckets)
+    except BaseException:
+        index = tuners.rows_of(wrapped.groups)
+        for group in wrapped.groups:
+            group[TUNER].copy_(unchanged[index[group[ROW]]])
+        wrapped.show_scales()
+        raise
     for bucket, of_bucket in zip(work.buckets, stepped, strict=True):
         bucket.move(of_bucket)
     launches.move(work.table, tuned, **way)

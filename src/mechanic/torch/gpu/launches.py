@@ -58,8 +58,8 @@ def add(table: Table, parts: Tensor, tuners: int) -> Tensor:
 
 def tune(
     table: Table, parts: Tensor | None, summed: tuple[Tensor, Tensor] | None, tuners: int, config: TunerConfig
-) -> Tensor:
-    """One step of all tuners. Returns what the other kernels need to know of it, [tuners, TUNED].
+) -> tuple[Tensor, Tensor]:
+    """One step of all tuners. Returns what others need of it, [tuners, TUNED], and the former, [tuners, TUNER_ROWS, n].
 
     ``summed`` are the five sums, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners]; None if
     all of that is still in ``parts``.
@@ -68,7 +68,8 @@ def tune(
     sums, grad_sqs = summed or (parts, parts)
     parts = sums if parts is None else parts  # one of them is not read
     n = len(config.betas)
-    arguments = table.words, parts, sums, grad_sqs, tuned, table.tensors, table.offset_of_rest, len(table.spans)
+    unchanged = torch.empty(tuners, columns.TUNER_ROWS, n, dtype=torch.float64, device=table.device)
+    sizes = table.tensors, table.offset_of_rest, len(table.spans)
     constants = {
         "N": n,
         "P": 1 << (n - 1).bit_length(),
@@ -81,8 +82,8 @@ def tune(
         "BOUNDS": config.has_bounds,
         "COUNTS": any(span.kind.counts for span in table.spans),
     }
-    launch("tune", tuners, table.device, *arguments, **constants)
-    return tuned
+    launch("tune", tuners, table.device, table.words, parts, sums, grad_sqs, tuned, unchanged, *sizes, **constants)
+    return tuned, unchanged
 
 
 def step(table: Table, tuned: Tensor) -> None:

@@ -135,7 +135,7 @@ class Table:
         if self.device.type == "cpu":
             return words
         # A new pinned tensor each time: the host may be ahead of the copy from the last one.
-        pinned = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words)
+        pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
         self._pinned = [*self._pinned[-1:], pinned]
         return self.room(words, former).copy_(pinned, non_blocking=True)
 
@@ -166,7 +166,7 @@ class Table:
             begin = span.of_tuner[tuner][0] if span.of_tuner[tuner] != (0, 0) else first
             span.of_tuner[tuner] = begin, last
             self.spans[-1] = Span(kind, span.first, last - span.first, span.of_tuner)
-        self.where = self._copied(torch.tensor(where, dtype=torch.int32).reshape(-1, 2), self.where)
+        self.where = self._copied(torch.tensor(where, dtype=torch.int32, device="cpu").reshape(-1, 2), self.where)
 
 
 def _records(part: Listed, rows: dict[Numbers, int]) -> list[int]:

@@ -51,6 +51,7 @@ RATE_AT = tl.constexpr(columns.RATE_AT)
 RATE = tl.constexpr(columns.RATE)
 PEAK = tl.constexpr(columns.PEAK)
 GROUP = tl.constexpr(columns.GROUP)
+TUNER_ROWS = tl.constexpr(columns.TUNER_ROWS)
 
 
 @triton.jit
@@ -112,11 +113,11 @@ def _pace(rate, largest_rate):
 
 @triton.jit(do_not_specialize=["T", "rest", "spans"])
 def tune(
-    words, parts, sums, grad_sqs, tuned, T, rest, spans, N: tl.constexpr, P: tl.constexpr, RED: tl.constexpr,
+    words, parts, sums, grad_sqs, tuned, unchanged, T, rest, spans, N: tl.constexpr, P: tl.constexpr, RED: tl.constexpr,
     ADDS: tl.constexpr, RELATIVE_START: tl.constexpr, GUARD: tl.constexpr, SETTLE: tl.constexpr,
     FORGETS: tl.constexpr, BOUNDS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """One step of every tuner, written to all groups that share it; and what the other kernels need of it.
+    """One step of every tuner, written to all groups that share it; what it was before; and what others need of it.
 
     ADDS: the sums are still in ``parts``, and the gradients that tune are those that the base steps with. COUNTS: the
     base counts its steps on the device, and so one is added to them here.
@@ -154,6 +155,8 @@ def tune(
     old_largest_grad = tl.load(own + 10 * N, used, 0.0)
     old_stake = tl.load(own + 11 * N, used, 0.0)
     old_nonfinite_steps = tl.load(own + 12 * N, used, 0.0)
+    for field in tl.static_range(TUNER_ROWS):
+        tl.store(unchanged + (tuner * TUNER_ROWS + field) * N + i, tl.load(own + field * N, used, 0.0), used)
     rate = _number(groups + first_group * GROUP, RATE)
     for group in range(first_group, last_group):
         rate_at = tl.load(groups + group * GROUP + RATE_AT)

@@ -92,7 +92,7 @@ def _joined(*lists: list[Tensor] | None) -> Iterator[tuple[Any, ...]]:
 
 def _join(tensors: list[Tensor]) -> Tensor:
     joined = tensors[0].reshape(-1) if len(tensors) == 1 else flatten(tensors)
-    joined = torch.view_as_real(joined).reshape(-1) if joined.is_complex() else joined
+    joined = torch.view_as_real(joined.resolve_conj()).reshape(-1) if joined.is_complex() else joined
     return joined.to(working_dtype(joined.dtype))
 
 

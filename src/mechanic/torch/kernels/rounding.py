@@ -34,7 +34,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_half_precision(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16, torch.complex32)
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def values_of(params: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
