@@ -243,31 +243,41 @@ def by_task(judgement: Judgement) -> str:
 
 
 def sentence(judgement: Judgement) -> str:
-    """What the scores support, and no more: who is ahead of ours, who behind, where the interval leaves out 0."""
+    """What the scores support, and no more. A difference is clear where its interval leaves out 0."""
     names, over = judgement.calibrated(), judgement.horizons()
     if not over:
         return "Nothing yet: the contest has not been run to its end."
     parts = []
     for clock, kind in CLOCKS.items():
         found = judgement.areas(names.values(), over, SLACKS[0], clock)
-        means = {method: statistics.mean(found[name]) for method, name in names.items()}
-        rank = 1 + sum(mean > means[OURS] for mean in means.values())
-        differ = {
-            method: score.difference(found[name], found[names[OURS]])
-            for method, name in names.items()
-            if method != OURS
-        }
-        ahead = [METHODS[method].label for method, by in differ.items() if by.low > 0]
-        after = [METHODS[method].label for method, by in differ.items() if by.high < 0]
-        rest = [METHODS[method].label for method in differ if METHODS[method].label not in (*ahead, *after)]
-        said = [f"{', '.join(labels)} {verb}" for labels, verb in _said(ahead, rest, after) if labels]
-        own = shown(score.interval(found[names[OURS]]))
-        parts.append(f"By {kind}, Mechanic's score is {own}, number {rank} of {len(names)}: {'; '.join(said)}.")
-    return " ".join(parts)
+        scores = {method: score.interval(found[name]) for method, name in names.items()}
+        best = max(scores, key=lambda method: scores[method].mean)
+        rank = 1 + sum(scores[method].mean > scores[OURS].mean for method in scores)
+        differ = {method: score.difference(found[name], found[names[OURS]]) for method, name in names.items()}
+        ahead, behind = ([m for m, by in differ.items() if test(by)] for test in (_is_above, _is_below))
+        parts += [
+            f"By {kind}, {METHODS[best].label} has the best score, {shown(scores[best])}.",
+            f"Mechanic is number {rank} of {len(names)}, with {shown(scores[OURS])}.",
+            f"Clearly ahead of Mechanic: {_listed(ahead)}. Clearly behind it: {_listed(behind)}.",
+        ]
+    both = names[OURS], judgement.defaults()[OURS]
+    field = dict.fromkeys([*names.values(), *judgement.defaults().values()])
+    found = judgement.areas(field, over, SLACKS[0], "steps")
+    point, own = (shown(score.interval(found[name])) for name in both)
+    parts.append(f"If every method also enters with its authors' defaults, Mechanic's found point has {point} by steps,")
+    return " ".join([*parts, f"and its defaults have {own}."])
 
 
-def _said(ahead: list[str], rest: list[str], after: list[str]) -> list[tuple[list[str], str]]:
-    return [(ahead, "ahead of it"), (rest, "not told apart from it"), (after, "behind it")]
+def _is_above(difference: score.Interval) -> bool:
+    return difference.low > 0
+
+
+def _is_below(difference: score.Interval) -> bool:
+    return difference.high < 0
+
+
+def _listed(methods: list[str]) -> str:
+    return ", ".join(METHODS[method].label for method in methods) or "no method"
 
 
 TABLES: dict[str, Callable[[Judgement], str]] = {
