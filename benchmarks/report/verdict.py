@@ -264,8 +264,8 @@ def sentence(judgement: Judgement) -> str:
     field = dict.fromkeys([*names.values(), *judgement.defaults().values()])
     found = judgement.areas(field, over, SLACKS[0], "steps")
     point, own = (shown(score.interval(found[name])) for name in both)
-    parts.append(f"If every method also enters with its authors' defaults, Mechanic's found point has {point} by steps,")
-    return " ".join([*parts, f"and its defaults have {own}."])
+    also = f"If every method also enters with its authors' defaults, Mechanic's found point has {point} by steps,"
+    return " ".join([*parts, also, f"and its defaults have {own}."])
 
 
 def _is_above(difference: score.Interval) -> bool:
