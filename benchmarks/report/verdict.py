@@ -126,6 +126,7 @@ def shown(found: score.Interval, sign: bool = False) -> str:
 def setup(judgement: Judgement) -> str:
     """What the contest consists of."""
     seeds = len({run.seed for run in judgement.records if run.task not in SEARCHES}) or SEEDS
+    hours = sum(record.get("cpu_seconds", 0.0) for record in judgement.records.values()) / 3600
     rows: list[list[object]] = [
         ["methods", len(METHODS)],
         ["points of every method", f"{POINTS}, and its authors' defaults"],
@@ -137,7 +138,8 @@ def setup(judgement: Judgement) -> str:
         ["targets", " and ".join(f"{slack:.0%}" for slack in SLACKS) + " above the best final test loss"],
         ["range of τ", f"1 … {score.FARTHEST:g}"],
         ["intervals", f"95 %, {score.RESAMPLES:,} bootstraps over the tasks"],
-        ["records", len(judgement.records)],
+        ["runs", f"{len(judgement.records):,}"],
+        ["CPU time of all runs", f"{hours:.1f} hours"],
     ]
     return table(["", ""], rows)
 
