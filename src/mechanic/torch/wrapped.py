@@ -125,7 +125,8 @@ class Wrapped(Generic[BaseT]):
 
     def scales(self) -> dict[str, float]:
         scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
-        self.warn_if_nothing_is_learned()
+        if not all(scales.values()):
+            self.warn_if_nothing_is_learned()
         self.warn_of_scale(tuners.read_on_host(self.groups))
         return scales
 
