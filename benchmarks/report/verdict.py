@@ -231,16 +231,16 @@ def final_losses(judgement: Judgement, horizon: str = "3of3") -> str:
 
 
 def by_task(judgement: Judgement) -> str:
-    """Every task's part of the score by steps, over all horizons; first where we are ahead of the best other most."""
+    """Every task's part of the score by steps, over all horizons, sorted by how far we are ahead of the best other."""
     names, over = judgement.calibrated(), judgement.horizons()
-    found = judgement.areas(names.values(), over, SLACKS[0], "steps") if over else {}
-    parts = {task: [found[name][index] for name in names.values()] for index, task in enumerate(JUDGED) if found}
-    ours = list(names).index(OURS) if names else 0
+    found = judgement.areas(names.values(), over, SLACKS[0], "steps")
+    parts = [{method: found[name][index] for method, name in names.items()} for index in range(len(JUDGED)) if found]
 
-    def lead(task: str) -> float:
-        return parts[task][ours] - max(part for index, part in enumerate(parts[task]) if index != ours)
+    def lead(of_task: tuple[str, dict[str, float]]) -> float:
+        return of_task[1][OURS] - max(part for method, part in of_task[1].items() if method != OURS)
 
-    rows = [[task, *(f"{part:.2f}" for part in parts[task])] for task in sorted(parts, key=lead, reverse=True)]
+    by_lead = sorted(zip(JUDGED, parts, strict=False), key=lead, reverse=True)
+    rows = [[task, *(f"{part:.2f}" for part in of_task.values())] for task, of_task in by_lead]
     return table(["", *(METHODS[method].label for method in names)], rows)
 
 
@@ -256,7 +256,8 @@ def sentence(judgement: Judgement) -> str:
         best = max(scores, key=lambda method: scores[method].mean)
         rank = 1 + sum(scores[method].mean > scores[OURS].mean for method in scores)
         differ = {method: score.difference(found[name], found[names[OURS]]) for method, name in names.items()}
-        ahead, behind = ([m for m, by in differ.items() if test(by)] for test in (_is_above, _is_below))
+        ahead = [method for method, by in differ.items() if by.low > 0]
+        behind = [method for method, by in differ.items() if by.high < 0]
         parts += [
             f"By {kind}, {METHODS[best].label} has the best score, {shown(scores[best])}.",
             f"Mechanic is number {rank} of {len(names)}, with {shown(scores[OURS])}.",
@@ -268,14 +269,6 @@ def sentence(judgement: Judgement) -> str:
     point, own = (shown(score.interval(found[name])) for name in both)
     also = f"If every method also enters with its authors' defaults, Mechanic's found point has {point} by steps,"
     return " ".join([*parts, also, f"and its defaults have {own}."])
-
-
-def _is_above(difference: score.Interval) -> bool:
-    return difference.low > 0
-
-
-def _is_below(difference: score.Interval) -> bool:
-    return difference.high < 0
 
 
 def _listed(methods: list[str]) -> str:

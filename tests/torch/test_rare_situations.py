@@ -133,6 +133,17 @@ def test_a_gradient_may_be_lazily_conjugated():
     assert optimizers[0].scales()["default"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_parameters_of_half_precision_move():
+    p = nn.Parameter(torch.ones(3, dtype=torch.complex32))
+    optimizer = Mechanic(optim.SGD([p], lr=1.0))
+    for _ in range(5):
+        p.grad = torch.full((3,), 0.1 + 0.2j, dtype=torch.complex32)
+        optimizer.step()
+    assert optimizer.scales()["default"] > 0
+    assert (torch.view_as_real(p.detach().to(torch.complex64) - 1) < 0).all()
+
+
 def test_a_base_without_a_learning_rate_tells_a_rate():
     class WithoutRate(optim.SGD):
         """As transformers' Adafactor with ``relative_step=True``."""

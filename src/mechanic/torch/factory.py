@@ -46,8 +46,8 @@ class MechanicOf(Mechanic[BaseT]):
     base_class: type[BaseT]
 
     def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
-        theirs = inspect.signature(self.base_class).parameters
-        options = {name: kwargs.pop(name) for name in MechanicOptions.__annotations__ if name in kwargs.keys() - theirs}
+        own = MechanicOptions.__annotations__.keys() - inspect.signature(self.base_class).parameters.keys()
+        options = {name: kwargs.pop(name) for name in own & kwargs.keys()}
         super().__init__(self.base_class(params, *args, **kwargs), **options)
 
 
