@@ -72,14 +72,20 @@ def mechanic(*arguments, folder=None, **env):
     return in_child(lambda: main([str(argument) for argument in arguments]), folder=folder, **env)
 
 
-def by_hand(name, *edits, folder, arguments=(), **env):
-    """A script after some edits, run as ``python`` would."""
+def edited(name, *edits, folder):
+    """A script after some edits, in a folder."""
     source = (SCRIPTS / f"{name}.py").read_text()
     for old, new in edits:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     path = Path(folder, f"{name}_by_hand.py")
     path.write_text(source)
+    return path
+
+
+def by_hand(name, *edits, folder, arguments=(), **env):
+    """A script after some edits, run as ``python`` would."""
+    path = edited(name, *edits, folder=folder)
 
     def run():
         import runpy

@@ -1,13 +1,12 @@
 """``mechanic run``: scripts as they are, with their optimizers wrapped."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.cli.running import SCRIPTS, by_hand, mechanic
+from tests.cli.running import SCRIPTS, by_hand, edited, mechanic
 
 IMPORT = ("\nimport torch\n", "\nimport torch\nfrom mechanic.torch import Mechanic\n")
 
@@ -70,10 +69,7 @@ def test_a_script_trains_as_if_it_were_wrapped_by_hand_to_the_last_bit(name, tmp
     assert "learned rate" in found.err
 
 
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+# Ranks have threads, and a process that forked them could hang: these start as a user's do.
 
 
 def run_python(*arguments, **options):
@@ -88,23 +84,15 @@ def run_python(*arguments, **options):
 
 
 def test_ranks_under_torchrun_train_as_if_wrapped_by_hand(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]  # finds a free port itself
     command = ["-m", "mechanic", "run", "--log-to", "rates.csv", SCRIPTS / "ddp.py"]
     found = run_python(*launcher, *command, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert len((tmp_path / "rates.csv").read_text().splitlines()) == 1 + 3  # by one of the ranks
-    # By hand on forked ranks, which need no launcher.
-    call = "torch.optim.AdamW(model.parameters(), lr=args.lr)"
-    edits = (
-        *wrapping(call),
-        ('    dist.init_process_group("gloo")\n', "    dist.init_process_group('gloo', rank=rank, world_size=2)\n"),
-        ("def main():", "def main(rank):"),
-        ("\n    main()\n", "\n    torch.multiprocessing.start_processes(main, nprocs=2, start_method='fork')\n"),
-    )
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    expected = by_hand("ddp", *edits, folder=tmp_path, **env)
-    assert expected.code == 0, expected.err
-    assert found.stdout.splitlines() == expected.out.splitlines()
+    script = edited("ddp", *wrapping("torch.optim.AdamW(model.parameters(), lr=args.lr)"), folder=tmp_path)
+    expected = run_python(*launcher, script)
+    assert expected.returncode == 0, expected.stderr
+    assert found.stdout.splitlines() == expected.stdout.splitlines()
     assert found.stderr.count("mechanic: wrapped AdamW") == 1  # by the first rank
     assert found.stderr.count("learned rate: ") == 1
 
@@ -112,14 +100,10 @@ def test_ranks_under_torchrun_train_as_if_wrapped_by_hand(tmp_path):
 def test_processes_that_a_script_spawns_are_wrapped_as_well(tmp_path):
     found = run_python("-m", "mechanic", "run", SCRIPTS / "ddp_spawn.py", "--ranks", 1, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
-    edits = (
-        *wrapping("torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)"),
-        ("mp.spawn(worker, ", "mp.start_processes(worker, "),
-        ("nprocs=arguments.ranks)", "nprocs=arguments.ranks, start_method='fork')"),
-    )
-    expected = by_hand("ddp_spawn", *edits, folder=tmp_path, arguments=["--ranks", "1"])
-    assert expected.code == 0, expected.err
-    assert found.stdout.splitlines() == expected.out.splitlines()
+    wrapped = wrapping("torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)")
+    expected = run_python(edited("ddp_spawn", *wrapped, folder=tmp_path), "--ranks", 1)
+    assert expected.returncode == 0, expected.stderr
+    assert found.stdout.splitlines() == expected.stdout.splitlines()
     assert found.stderr.count("learned rate: ") == 1
     assert "built no" not in found.stderr
 
