@@ -51,7 +51,7 @@ def against_the_plane(results: Results) -> str:
         if best is None:
             continue
         (muon_lr, adamw_lr), loss = best
-        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
+        adamw = results.tuned(task, "adamw", "train_loss")
         default = results.records_of(task, "muon, torch's defaults")
         cells = [f"{statistics.mean(adamw[1]):.4g}" if adamw else "", f"{_mean(default):.4g}" if default else ""]
         cells.append(f"{loss:.4g} at {muon_lr:.2g}, {adamw_lr:.2g} ({len(plane(results, task))} runs)")
@@ -73,7 +73,7 @@ def on_test_data(results: Results) -> str:
     rows = []
     for task in dict.fromkeys(task.name for task, _ in SUITES["muon"]):
         best = best_pair(results, task)
-        adamw = results.on([task], seeds=1).tuned(task, "adamw", "train_loss")
+        adamw = results.tuned(task, "adamw", "train_loss")
         ours = [results.records_of(task, f"mechanic muon / {kind}") for kind in MUON_TUNERS]
         if best is not None and adamw is not None and all(ours):
             found = [results.runs(task, "adamw")[adamw[0]], plane(results, task)[best[0]], *ours]

@@ -21,8 +21,8 @@ OF_THE_CONTEST = verdict.TABLES
 Tables = dict[str, Callable[[], str]]
 
 
-def tables_of(records: Path, seeds: int = 3) -> Tables:
-    results = Results(RecordBook(records).records, seeds)
+def tables_of(records: Path) -> Tables:
+    results = Results(RecordBook(records).records)
     judgement = judgement_of(records)
     found: Tables = {name: partial(make, results) for name, make in TABLES.items()}
     found["long-runs"] = partial(studies.long_runs, lines_of(records / "long" / "long.jsonl"))
@@ -45,15 +45,15 @@ def fill(page: str, tables: Tables) -> str:
     return page
 
 
-def write(folder: Path, out: Path, seeds: int = 3) -> None:
+def write(folder: Path, out: Path) -> None:
     """Fill the tables of the pages on results, and draw their figures."""
-    tables = tables_of(folder, seeds)
+    tables = tables_of(folder)
     out.mkdir(parents=True, exist_ok=True)
     for page in PAGES:
         path = out / page
         text = path.read_text(encoding="utf-8") if path.exists() else marks_of(tables)
         path.write_text(fill(text, tables), encoding="utf-8")
-    figures.draw_all(Results(RecordBook(folder).records, seeds), judgement_of(folder), out / "figures")
+    figures.draw_all(Results(RecordBook(folder).records), judgement_of(folder), out / "figures")
 
 
 def marks_of(tables: Tables) -> str:

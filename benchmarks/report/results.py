@@ -29,24 +29,20 @@ ALONE = {  # measured against one base
     "prodigy-plus-schedule-free": "adamw",
     "schedule-free-plus": "adamw",
 }
-SEEDS = 3  # of every task and contender of the suite
+SEEDS = 3  # of every task and contender of the suite; a study may have some of more
 
 
 class Results:
-    """Questions to the records of the seeds that all contenders have. A study may have some of more."""
+    """Questions to the records of the first seeds."""
 
     def __init__(
-        self,
-        records: dict[Run, dict[str, Any]],
-        seeds: int = SEEDS,
-        of: Iterable[str] = tuple(task.name for task in CPU),
+        self, records: dict[Run, dict[str, Any]], of: Iterable[str] = tuple(task.name for task in CPU)
     ) -> None:
-        self.records, self.seeds, self._of = records, seeds, tuple(of)
-        self._end_of_seeds = max(seeds, SEEDS)
+        self.records, self._of = records, tuple(of)
         self._runs: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         self._raised: Counter[tuple[str, str]] = Counter()
         for run in sorted(records):
-            if run.seed >= self._end_of_seeds:
+            if run.seed >= SEEDS:
                 continue
             if raised(records[run]):
                 self._raised[run.task, run.contender] += 1  # counted, and in no mean
@@ -58,9 +54,9 @@ class Results:
         found = {task for task, _ in (*self._runs, *self._raised)}
         return [task for task in self._of if task in found]
 
-    def on(self, tasks: Iterable[str], seeds: int | None = None) -> Results:
-        """The same questions about other tasks, and of bases that were tuned on fewer seeds."""
-        return Results(self.records, self.seeds if seeds is None else seeds, tasks)
+    def on(self, tasks: Iterable[str]) -> Results:
+        """The same questions about other tasks."""
+        return Results(self.records, tasks)
 
     def pairs(self) -> list[tuple[str, str]]:
         """Task and contender, wherever a run did not raise."""
@@ -80,12 +76,10 @@ class Results:
 
     @functools.cache  # noqa: B019 - lives as long as the report
     def tuned(self, task: str, base: str, key: str) -> tuple[float, list[float]] | None:
-        """The best learning rate of those run on every seed, and its final losses by seed."""
-        by_lr = {
-            lr: [final(record, key) for record in records]
-            for lr, records in self.runs(task, base).items()
-            if len(records) >= self.seeds
-        }
+        """The best learning rate of those run on the most seeds, and its final losses by seed."""
+        runs = self.runs(task, base)
+        most = max(map(len, runs.values()), default=0)
+        by_lr = {lr: [final(each, key) for each in records] for lr, records in runs.items() if len(records) == most}
         return min(by_lr.items(), key=lambda item: statistics.mean(item[1])) if by_lr else None
 
     def rho(self, task: str, contender: str, base: str, key: str = "train_loss") -> list[float]:
@@ -113,7 +107,7 @@ class Results:
         """In the mean of the seeds, however many runs each has."""
         by_seed: dict[int, list[float]] = defaultdict(list)
         for run, record in self.records.items():
-            if run.task == task and run.seed < self._end_of_seeds and record["curve"].get(key):
+            if run.task == task and run.seed < SEEDS and record["curve"].get(key):
                 by_seed[run.seed].append(record["curve"][key][0])
         return statistics.mean(map(statistics.mean, by_seed.values()))
 

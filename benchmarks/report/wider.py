@@ -14,7 +14,6 @@ from benchmarks.suite.record import final
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT
 from benchmarks.suite.tasks import HORIZONS
 
-SEEDS = 1  # that the bases of these tasks were tuned on
 MEASURES = {"test_loss": "{:.3g}", "test_accuracy": "{:.1%}", "test_ece": "{:.3f}"}
 
 
@@ -22,14 +21,13 @@ def horizons(results: Results) -> str:
     """Rho with AdamW as runs grow longer; then test loss and accuracy of the base tuned on train loss, and of ours."""
     rows = []
     for name, by_factor in HORIZONS.items():
-        found = results.on([task.name for task in by_factor.values()], SEEDS)
-        if not all(found.rho(task.name, "mechanic adamw", "adamw") for task in by_factor.values()):
+        if not all(results.rho(task.name, "mechanic adamw", "adamw") for task in by_factor.values()):
             continue
         cells = []
         for task in by_factor.values():
-            lr, _ = found.tuned(task.name, "adamw", "train_loss")
-            both = found.runs(task.name, "adamw")[lr], found.records_of(task.name, "mechanic adamw")
-            rho = statistics.mean(found.rho(task.name, "mechanic adamw", "adamw"))
+            lr, _ = results.tuned(task.name, "adamw", "train_loss")
+            both = results.runs(task.name, "adamw")[lr], results.records_of(task.name, "mechanic adamw")
+            rho = statistics.mean(results.rho(task.name, "mechanic adamw", "adamw"))
             cells.append([percent(rho), _arrows(both, "test_loss"), _arrows(both, "test_accuracy")])
         rows.append([name, *(cell for kind in zip(*cells, strict=True) for cell in kind)])
     factors = [f"{factor} ×" for factor in next(iter(HORIZONS.values()))]
@@ -59,7 +57,7 @@ def _arrows(several: Iterable[list[dict[str, Any]]], key: str) -> str:
 
 
 def _of_suite(results: Results, make: Callable[[Results], str], tasks: Iterable[str]) -> str:
-    return make(results.on(tasks, SEEDS))
+    return make(results.on(tasks))
 
 
 _MAKERS: dict[str, Callable[[Results], str]] = {

@@ -22,7 +22,7 @@ def falling(loss, at, half=None):
 
 
 def results_of(*records):
-    return Results({run_of(each): each for each in records}, seeds=1, of=TASKS)
+    return Results({run_of(each): each for each in records}, of=TASKS)
 
 
 def grid(task, losses, halves=()):
