@@ -112,7 +112,7 @@ def sample(size: int, seed: int, only: list[str]) -> list[tuple[str, str, int]]:
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    files = [ROOT / "src/mechanic/tuner.py"]
+    files = [ROOT / "src/mechanic/config.py", ROOT / "src/mechanic/tuner.py"]
     files += [path for kind in ("torch", "jax") for path in sorted((ROOT / "src/mechanic" / kind).rglob("*.py"))]
     files = [path for path in files if not only or any(part in str(path) for part in only)]
     everything = [item.mutations[0] for item in _all_work_items(files, {})]

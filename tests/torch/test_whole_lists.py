@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
+from mechanic.config import TunerConfig
 from mechanic.torch import Mechanic, arrays, step
 from mechanic.torch.kernels import eager, rounding, whole
-from mechanic.tuner import TunerConfig, TunerState, delta_retention, update
+from mechanic.tuner import TunerState, delta_retention, update
 from tests.torch.paths import on_copies
 
 CPU = torch.device("cpu")

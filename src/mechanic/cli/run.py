@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from mechanic.cli import wrapping
 from mechanic.cli.settings import Settings
-from mechanic.tuner import TunerConfig
+from mechanic.config import TunerConfig
 
 
 def run(script: str, arguments: list[str], settings: Settings, *, is_module: bool = False) -> None:

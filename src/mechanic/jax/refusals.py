@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mechanic.config import TunerConfig
 from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import scales_shape
-from mechanic.tuner import TunerConfig
 
 _LEAVE_OUT = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from mechanic.config import TunerConfig
 from mechanic.jax.advance import Factors, advance
 from mechanic.jax.bases import refuse_parts_of_matrices, refuse_unsuitable
 from mechanic.jax.leaves import Leaves
@@ -19,7 +20,7 @@ from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import dtype_of_delta, encode, name_of_choice
 from mechanic.jax.sums import measure
 from mechanic.jax.tuners import rows_of
-from mechanic.tuner import SUMS, TunerConfig, TunerState, delta_retention, total_scale, update
+from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
 
 
 def mechanize(

@@ -14,9 +14,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import TypedDict, Unpack  # which torch depends on
 
+from mechanic.config import TunerConfig
 from mechanic.torch.optimizer import Mechanic
 from mechanic.torch.wrapped import BaseT
-from mechanic.tuner import TunerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

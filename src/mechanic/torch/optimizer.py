@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
+from mechanic.config import TunerConfig
 from mechanic.torch import capture, checkpoint, freezing, step, tuners
 from mechanic.torch.backward import Arrivals, StepsInBackward
 from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
@@ -18,7 +19,6 @@ from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict
 from mechanic.torch.stored import check_choice
 from mechanic.torch.together import switch_of
 from mechanic.torch.wrapped import BaseT, Wrapped
-from mechanic.tuner import TunerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

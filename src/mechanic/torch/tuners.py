@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic.config import TunerConfig
 from mechanic.torch.kernels.rounding import tuner_dtype
 from mechanic.torch.layout import (
     DELTA,
@@ -28,7 +29,7 @@ from mechanic.torch.layout import (
     params_of,
 )
 from mechanic.torch.private import foreach_copy_
-from mechanic.tuner import TunerConfig, TunerState
+from mechanic.tuner import TunerState
 
 _SCALES = 1 + TunerState._fields.index("scales")  # the row of a group's tuner, after the betas
 

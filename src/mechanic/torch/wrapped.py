@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mechanic.config import TunerConfig
 from mechanic.torch import tuners
 from mechanic.torch.base_step import step_base
 from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, knows_bfloat16, refuse_parts_of_matrices
@@ -23,7 +24,7 @@ from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import is_stored
 from mechanic.torch.together import names_by_group, options_of
 from mechanic.torch.warn import WarnOnce
-from mechanic.tuner import SUMS, TunerConfig, TunerState, is_at_bound, is_dominated
+from mechanic.tuner import SUMS, TunerState, is_at_bound, is_dominated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

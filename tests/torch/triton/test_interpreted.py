@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechanic.tuner import TunerConfig
+from mechanic.config import TunerConfig
 from tests.torch.triton.processes import needs_triton, process
 
 pytestmark = needs_triton

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic.config import TunerConfig
 from mechanic.torch.buckets import Bucket
 from mechanic.torch.kernels.rounding import is_half_precision
 from mechanic.torch.layout import DELTA, RESIDUAL
@@ -18,7 +19,6 @@ from mechanic.torch.shards import Reduction
 from mechanic.torch.stored import INT8, StoredBucket, decoded
 from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import Wrapped
-from mechanic.tuner import TunerConfig
 
 Step = Callable[[Wrapped[Any], Reduction, list[Bucket]], None]
 

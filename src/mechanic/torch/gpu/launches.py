@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic.config import TunerConfig
 from mechanic.torch.gpu import columns
 from mechanic.torch.gpu.table import Kind, Span, Table
-from mechanic.tuner import SUMS, TunerConfig
+from mechanic.tuner import SUMS
 
 REDUCED = 128
 """How many parts `tune` adds at once."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mechanic.config import TunerConfig
 from mechanic.torch import tuners
 from mechanic.torch.gpu import columns
 from mechanic.torch.gpu.rules import Rule, is_on_device, numbers_around, numbers_of
@@ -16,7 +17,6 @@ from mechanic.torch.gpu.table import Kind, Listed, Numbers, Span, bits
 from mechanic.torch.gpu.taken import Taken, are_alike
 from mechanic.torch.layout import PEAK_LR, ROW, TUNER, Group
 from mechanic.torch.shards import locals_of
-from mechanic.tuner import TunerConfig
 
 Rate = float | Tensor | None
 """A learning rate: a number, a 0-dim float32 tensor on the device of the table, or none."""
