@@ -233,7 +233,8 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
     def nonfinite_steps(self) -> int:
         """How many steps so far had NaN or infinite gradients, whether they were skipped or not.
 
-        They are counted on the device. Reading this waits for it.
+        A step also counts if the gradients or Delta are so large that the sum of their squares overflows. Steps are
+        counted on the device, and reading this waits for it.
         """
         self._wrapped.require_assigned_groups()
         return tuners.step_counts(self.param_groups)[1] + self.skipped_steps

@@ -361,12 +361,13 @@ def tune_error(config):
     return worst
 
 
-def reason_not_to_use(*, half, stored_in=None, broken=False):
+def reason_not_to_use(*, half, stored_in=None, broken=False, default_device="cpu"):
     """What the self-test says; with a broken kernel as well."""
     if broken:
         step, launches.step = launches.step, lambda table, tuned: step(table, tuned * 1.001)
     try:
-        return choice.reason_not_to_use(torch.device("cpu"), step_eagerly, half=half, stored_in=stored_in)
+        with torch.device(default_device):
+            return choice.reason_not_to_use(torch.device("cpu"), step_eagerly, half=half, stored_in=stored_in)
     finally:
         if broken:
             launches.step = step

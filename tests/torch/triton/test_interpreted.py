@@ -161,6 +161,10 @@ def test_the_self_test_passes(interpreter, half):
     assert interpreter("reason_not_to_use", half=half) is None
 
 
+def test_the_kernels_work_with_any_default_device(interpreter):
+    assert interpreter("reason_not_to_use", half=False, default_device="meta") is None
+
+
 def test_the_self_test_notices_a_kernel_that_is_off(interpreter):
     assert interpreter("reason_not_to_use", half=False, broken=True) == "they do not agree with the eager step"
 
