@@ -241,20 +241,28 @@ def muon_widths(results: Results) -> Any:
 
 
 def muon_curves(results: Results) -> Any:
-    """Train loss over the steps of GPTs of two layers: the best pair of learning rates, and ours."""
+    """Train loss over the steps of GPTs of two layers, with Muon and with AdamW: tuned, and ours."""
     tasks = [task.name for task in MUON_WIDTHS if task.name.endswith("layers2") and best_pair(results, task.name)]
     if not tasks:
         return None
     figure, axes = plt.subplots(1, len(tasks), figsize=(7.6, 2.9), sharey=True, squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         tuned = plane(results, task)[best_pair(results, task)[0]]
-        ours = results.records_of(task, "mechanic muon / one")
-        for records, label, style in ((tuned, "best pair", "tuned"), (ours, "MechanicMuon", "mechanic")):
-            _plot_mean(axis, records, label=label, **{**STYLES[style], "marker": None})
+        lines = [
+            (tuned, "Muon, tuned", "tuned", "--"),
+            (results.records_of(task, "mechanic muon / one"), "MechanicMuon", "mechanic", "-"),
+        ]
+        if adamw := results.tuned(task, "adamw", "train_loss"):
+            lines += [
+                (results.runs(task, "adamw")[adamw[0]], "AdamW, tuned", "tuned", ":"),
+                (results.records_of(task, "mechanic adamw"), "Mechanic with AdamW", "mechanic", ":"),
+            ]
+        for records, label, style, line in lines:
+            _plot_mean(axis, records, label=label, **{**STYLES[style], "marker": None, "linestyle": line})
         width = task.removeprefix("gpt-shakespeare-width").removesuffix("-layers2")
         axis.set(title=f"width {width}", xlabel="step")
     axes[0][0].set_ylabel("train loss")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 

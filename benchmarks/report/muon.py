@@ -113,6 +113,24 @@ def widths(results: Results) -> str:
     return table(["", "best pair", "one tuner: ρ %", "per role: ρ %", *heads], rows)
 
 
+def beside_adamw(results: Results) -> str:
+    """Final train losses by width of AdamW and of Muon, each tuned and learned, with rho in % in brackets."""
+    rows = []
+    for task in MUON_WIDTHS:
+        best = best_pair(results, task.name)
+        adamw = results.tuned(task.name, "adamw", "train_loss")
+        ours = [results.records_of(task.name, f"mechanic {name}") for name in ("adamw", "muon / one")]
+        if best is None or adamw is None or not all(ours):
+            continue
+        tuned = statistics.mean(adamw[1]), best[1]
+        found = [_mean(records) for records in ours]
+        cells = [
+            f"{loss:.4g} ({percent(_rho(results, task.name, loss, of))})" for loss, of in zip(found, tuned, strict=True)
+        ]
+        rows.append([task.name, f"{tuned[0]:.4g}", cells[0], f"{tuned[1]:.4g}", cells[1]])
+    return table(["", "AdamW, tuned", "Mechanic with AdamW", "Muon and AdamW, tuned", "MechanicMuon"], rows)
+
+
 ROLES_OF_WIDTHS = ("matrix", "embedding", "head", "vector")
 
 
@@ -157,5 +175,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "muon": against_the_plane,
     "muon-tests": on_test_data,
     "muon-widths": widths,
+    "muon-beside-adamw": beside_adamw,
     "muon-exponents": exponents,
 }

@@ -100,7 +100,7 @@ SUITES |= {
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
     "storages": _product(CPU, [*STORED, *_named("mechanic sgd", "mechanic adamw", bases=_BOTH)]),
     "muon": _product([*LANGUAGE, *FINE_TUNING, IMAGES[3]], [*_ADAMW, *MUON, MUON_PLANE]),
-    "muon-widths": _product(MUON_WIDTHS, [*MUON, MUON_PLANE]),
+    "muon-widths": _product(MUON_WIDTHS, [*_ADAMW, *MUON, MUON_PLANE]),
 }
 
 
