@@ -184,7 +184,7 @@ def defaults(results: Results) -> str:
             worst = max(first, key=first.__getitem__)
             cells += [percent(statistics.mean(first.values())), f"{percent(first[worst])} ({worst})"]
         if cells:
-            rows.append([change, *cells])
+            rows.append(["reference" if change == "before keeping still" else change, *cells])
     return table(["", "SGD: mean ρ %", "worst", "AdamW: mean ρ %", "worst"], rows)
 
 

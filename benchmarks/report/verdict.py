@@ -129,7 +129,7 @@ def setup(judgement: Judgement) -> str:
     hours = sum(record.get("cpu_seconds", 0.0) for record in judgement.records.values()) / 3600
     rows: list[list[object]] = [
         ["methods", len(METHODS)],
-        ["points of every method", f"{POINTS}, and its authors' defaults"],
+        ["settings of every method", f"{POINTS}, and its authors' defaults"],
         ["tasks of the search", f"{len(SEARCHED)}: {', '.join(SEARCHED)}"],
         ["left out of it", "; ".join(f"{task} ({why})" for task, why in LEFT_OUT.items())],
         ["tasks of the judgement", f"{len(JUDGED)}: {', '.join(JUDGED)}"],
@@ -148,7 +148,7 @@ def knobs(judgement: Judgement) -> str:
     """The ranges of the search."""
     rows = [[knob.name, "all", str(knob)] for knob in SHARED]
     rows += [[method.own.name, method.label, str(method.own)] for method in METHODS.values() if method.own]
-    return table(["knob", "of", "values"], rows)
+    return table(["hyperparameter", "of", "values"], rows)
 
 
 def chosen_points(judgement: Judgement) -> str:
@@ -168,7 +168,7 @@ def chosen_points(judgement: Judgement) -> str:
                 break
     heads = [knob.name for knob in SHARED]
     return table(
-        ["", "point", "own knob", *heads, "behind the best of all, %", "defaults", "median point"],
+        ["", "setting", "own", *heads, "behind the best of all, %", "defaults", "median setting"],
         rows,
     )
 
@@ -267,7 +267,7 @@ def sentence(judgement: Judgement) -> str:
     field = dict.fromkeys([*names.values(), *judgement.defaults().values()])
     found = judgement.areas(field, over, SLACKS[0], "steps")
     point, own = (shown(score.interval(found[name])) for name in both)
-    also = f"If every method also enters with its authors' defaults, Mechanic's found point has {point} by steps,"
+    also = f"If every method also enters with its authors' defaults, Mechanic's found setting has {point} by steps,"
     return " ".join([*parts, also, f"and its defaults have {own}."])
 
 

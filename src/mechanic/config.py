@@ -21,7 +21,7 @@ class TunerConfig:
             starts on a plateau. Default: True.
         decay: the paper's lambda. It keeps S from running away at a large S. Default: 0.001.
         late_decay: the same, without the factor S, once the gradient is below a fiftieth of its largest norm. Then the
-            train data are learned by heart, and parameters that go on growing would still lower the train loss, but
+            train data are memorized, and parameters that go on growing would still lower the train loss, but
             raise the test loss. Default: 0.1.
         eps: added to sqrt(v). Where sqrt(v) is 0 nothing is divided, so it is not needed. Default: 0.
         guard: let the parameters fall back by at most half of their distance from the start per step, so that one bad

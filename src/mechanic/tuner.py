@@ -39,7 +39,7 @@ SMALL_GRADIENT = 0.2
 """The stake grows while the gradient is larger than this fraction of the largest one so far."""
 
 TINY_GRADIENT = 0.02
-"""Below this fraction of the largest gradient so far the train data are learned by heart, and ``late_decay`` acts."""
+"""Below this fraction of the largest gradient so far the train data are memorized, and ``late_decay`` acts."""
 
 GRADIENT_JUMP = 2.0
 """A gradient counts as at most this many times the largest one before, so that one bad batch does not stand for all."""

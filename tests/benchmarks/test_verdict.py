@@ -87,7 +87,7 @@ def test_every_table_of_a_whole_contest_is_filled(records):
     assert said.startswith("By steps, Schedule-Free AdamW has the best score, 1.00 [1.00, 1.00]. ")
     assert "Mechanic is number 4 of 7, with 0.00 [0.00, 0.00]. Clearly ahead of Mechanic: Schedule-Free AdamW, " in said
     assert "D-Adaptation. Clearly behind it: no method. By time, " in said
-    assert said.endswith("found point has 0.00 [0.00, 0.00] by steps, and its defaults have 0.00 [0.00, 0.00].")
+    assert said.endswith("found setting has 0.00 [0.00, 0.00] by steps, and its defaults have 0.00 [0.00, 0.00].")
     losses = rows_of(verdict.final_losses(judgement))
     assert losses[JUDGED[0]][0] == "1.02"
     assert losses[JUDGED[0]][1] == "1 – 3/3"
