@@ -24,7 +24,7 @@ from benchmarks.failures.task import (
     network,
     same_bits_as_undisturbed,
 )
-from benchmarks.failures.verdicts import TOLD, WRONG, Outcome, right_if, theme
+from benchmarks.failures.verdicts import WARNED, WRONG, Outcome, right_if, theme
 
 situation = theme("Gradients")
 NOT_FINITE = r"finite|\bnan\b|\binf\b"
@@ -136,7 +136,7 @@ def _after_a_spike(contender: Contender, clip: bool) -> Outcome:
         training.run(before_step=enlarge)
     outcome = keeps_up_with_undisturbed(training, contender)
     told = [str(warning.message) for warning in caught if "gradient" in str(warning.message)]
-    return Outcome(TOLD, f"{outcome.detail}; warns: {told[0]}") if told and outcome.verdict == WRONG else outcome
+    return Outcome(WARNED, f"{outcome.detail}; warns: {told[0]}") if told and outcome.verdict == WRONG else outcome
 
 
 @situation("one gradient × 1e6", "One bad batch, whose gradient is a million times as large.", KEEPS_UP)

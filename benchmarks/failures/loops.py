@@ -26,7 +26,7 @@ from benchmarks.failures.task import (
     same_bits_as_undisturbed,
     undisturbed_values,
 )
-from benchmarks.failures.verdicts import TOLD, WRONG, NotApplicable, Outcome, right_if, theme, worst
+from benchmarks.failures.verdicts import WARNED, WRONG, NotApplicable, Outcome, right_if, theme, worst
 
 situation = theme("Training loops")
 
@@ -250,7 +250,7 @@ def _fail_and_retry(contender: Contender, at: float) -> Outcome:
         raise AssertionError("no error was injected")
     moved = largest_difference(training.values(), before)
     if not moved <= 1e-6:
-        verdict = TOLD if re.search("part of a step|half-way|partly", said) else WRONG
+        verdict = WARNED if re.search("part of a step|half-way|partly", said) else WRONG
         return Outcome(verdict, f"after the error parameters are off by up to {moved:.2g}")
     training.optimizer.step()
     return keeps_up_with_undisturbed(training.run(STEPS - 101, first=101), contender)

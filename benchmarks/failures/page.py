@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.failures.contenders import CONTENDERS
 from benchmarks.failures.runner import ROWS, Cell
-from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT, TOLD, WRONG, Situation
+from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT, WARNED, WRONG, Situation
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 LIMITS = {
@@ -17,7 +17,7 @@ LIMITS = {
     "update fails half-way": "what AdamW added to Δ before it failed stays there, so parameters have moved by part of "
     "a step, as those of bare AdamW have. A note below the traceback says so. Training goes on from there.",
 }
-SYMBOLS = {RIGHT: "✓", REFUSED: "refused", TOLD: "told", RAISES: "raises", WRONG: "**wrong**", NOT_APPLICABLE: "–"}
+SYMBOLS = {RIGHT: "✓", REFUSED: "refused", WARNED: "warned", RAISES: "raises", WRONG: "**wrong**", NOT_APPLICABLE: "–"}
 INTRODUCTION = """\
 # Failure matrix
 
@@ -44,7 +44,7 @@ and the loss falls by at least two thirds of what it falls there.
 |---|---|
 | ✓ | right, by the criterion given below the table |
 | refused | an error that is raised on purpose and names what is wrong |
-| told | the criterion is not met, and a warning, or a note on the error that the user gets, says what has happened |
+| warned | the criterion is not met, and a warning, or a note on the error that the user gets, says what has happened |
 | raises | any other error, or a crash |
 | **wrong** | no error, and the criterion is not met |
 | – | the situation cannot exist, for the reason given below the table |
@@ -85,7 +85,7 @@ def _summary(records: dict[Cell, dict[str, Any]]) -> str:
 
 def _our_limits(records: dict[Cell, dict[str, Any]]) -> str:
     """Which cells of ours are neither right nor refused, said before any table."""
-    bad = [row for row in ROWS if records[row, "mechanic"]["verdict"] in (WRONG, RAISES, TOLD)]
+    bad = [row for row in ROWS if records[row, "mechanic"]["verdict"] in (WRONG, RAISES, WARNED)]
     if not bad:
         return "Mechanic itself is right or refuses everywhere.\n"
     lines = [_filled(f"- *{row}*: {LIMITS.get(row, 'see below')}", "  ") for row in bad]

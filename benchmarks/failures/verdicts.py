@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.failures.contenders import Contender
 
-RIGHT, REFUSED, TOLD, RAISES, WRONG, NOT_APPLICABLE = "right", "refused", "told", "raises", "wrong", "n/a"
+RIGHT, REFUSED, WARNED, RAISES, WRONG, NOT_APPLICABLE = "right", "refused", "warned", "raises", "wrong", "n/a"
 OPTIMIZER_PACKAGES = {"mechanic", "mechanic_pytorch", "prodigyopt", "dadaptation", "schedulefree", "prodigyplus"}
-WORST_FIRST = [WRONG, RAISES, TOLD, REFUSED, RIGHT]
+WORST_FIRST = [WRONG, RAISES, WARNED, REFUSED, RIGHT]
 
 
 @dataclass(frozen=True)
