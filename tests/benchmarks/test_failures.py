@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from benchmarks.failures import page, runner
-from benchmarks.failures.verdicts import NOT_APPLICABLE, RAISES, REFUSED, RIGHT, WARNED, WRONG, Outcome, outcome_of, worst
+from benchmarks.failures.verdicts import (
+    NOT_APPLICABLE,
+    RAISES,
+    REFUSED,
+    RIGHT,
+    WARNED,
+    WRONG,
+    Outcome,
+    outcome_of,
+    worst,
+)
 
 # Where ours is wrong, as docs/failures.md says; a mend has to take its row out of here.
 FAST_CELLS = [
@@ -56,7 +66,10 @@ def test_the_page_is_made_from_the_records(records):
 def test_ours_never_raises_without_a_remedy_and_is_never_silently_wrong(records):
     ours = {row: record["verdict"] for (row, contender), record in records.items() if contender == "mechanic"}
     assert not {WRONG, RAISES} & set(ours.values())
-    assert {row for row, verdict in ours.items() if verdict == WARNED} == {"one gradient × 1e6", "update fails half-way"}
+    assert {row for row, verdict in ours.items() if verdict == WARNED} == {
+        "one gradient × 1e6",
+        "update fails half-way",
+    }
 
 
 @pytest.mark.parametrize(("row", "contender"), FAST_CELLS)

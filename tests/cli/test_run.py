@@ -265,7 +265,9 @@ def test_a_probe_ends_before_a_further_step_if_another_optimizer_makes_fewer(sma
         (["--config", "decay", "small.py"], "expected KEY=VALUE"),
         (["--config", "decay=a b", "small.py"], "not a value that Python can read"),
         (["--log-to", "log.txt", "small.py"], "--log-to writes a .jsonl or a .csv file"),
+        (["--log-to", "nowhere/log.csv", "small.py"], "--log-to: there is no folder"),
         (["--probe", "0", "small.py"], "a whole number above 0"),
+        (["small.ipynb"], "small.ipynb is a notebook"),
         (["missing.py"], "there is no file missing.py"),
         (["torch.thing"], "for a module, write -m"),
         ([], "name the script to run"),
@@ -276,6 +278,70 @@ def test_what_does_not_fit_is_told_before_anything_runs(arguments, message, smal
     assert found.code == 2
     assert message in found.err
     assert found.out == ""
+
+
+def test_annotations_are_what_they_are_under_python(small):
+    small.write_text("""
+import dataclasses, sys
+@dataclasses.dataclass
+class Options:
+    lr: float = 0.1
+print([field.type("0.5") for field in dataclasses.fields(Options)])
+sys.exit()
+""")
+    found = run_small(small)
+    assert found.out == "[0.5]\n"
+    assert "built no PyTorch optimizer" in found.err  # also if the script ends by sys.exit(main())
+
+
+def test_processes_that_a_script_forks_report_for_themselves(small):
+    small.write_text("""
+import multiprocessing, torch
+def train(optimizer=None):
+    x = torch.ones(3, requires_grad=True) if optimizer is None else optimizer.param_groups[0]["params"][0]
+    optimizer = optimizer or torch.optim.SGD([x], lr=0.1)
+    for step in range(60):
+        optimizer.zero_grad()
+        x.square().sum().backward()
+        optimizer.step()
+before = torch.optim.Adam([torch.ones(3, requires_grad=True)], lr=0.1)
+for arguments in ((), (before,)):
+    process = multiprocessing.get_context("fork").Process(target=train, args=arguments)
+    process.start()
+    process.join()
+""")
+    found = run_small(small, "--log-to", "rates.csv")
+    assert found.err.count("learned rate: ") == 2
+    for line in ("SGD at small.py:5, 60 steps", "Adam at small.py:10, 60 steps"):
+        assert line in found.err
+    assert "built no" not in found.err
+
+
+def test_the_log_is_where_it_was_asked_for(small):
+    small.write_text(SMALL.replace("import torch\n", "import os, torch\nos.mkdir('inside')\nos.chdir('inside')\n"))
+    found = run_small(small, "--log-to", "rates.csv")
+    assert (small.parent / "rates.csv").exists()
+    assert f"are in {os.path.join(os.pardir, 'rates.csv')}" in found.err
+
+
+def test_a_script_that_sets_its_own_rates_is_told_their_peak(small):
+    small.write_text("""
+import torch
+x = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.AdamW([x], lr=1e-3)
+for step in range(60):
+    optimizer.param_groups[0]["lr"] = 0.05 * min((step + 1) / 10, 1 - step / 60)
+    optimizer.zero_grad()
+    (x - 3).square().sum().backward()
+    optimizer.step()
+print(max(optimizer.scales().values()))
+""")
+    found = run_small(small)
+    assert "(the largest that you set was 0.0433333)" in found.err
+    learned = float(found.out) * 0.0433333 / 1e-3  # the learning rate that it was built with counts as 1
+    assert f"learned rate: {learned:.3g} (" in found.err
+    assert f"sets the learning rate itself. To train without Mechanic, let its peak be {learned:.3g}." in found.err
+    assert "write:" not in found.err
 
 
 def test_an_optimizer_inside_another_is_left_to_it(small):

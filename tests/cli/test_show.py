@@ -1,5 +1,7 @@
 """``mechanic show``: what a checkpoint holds."""
 
+import argparse
+import fractions
 import os
 import pickle
 
@@ -122,6 +124,21 @@ def test_frozen_skipped_and_nonfinite_are_said(tmp_path):
     assert "after 21 steps, 1 of them with NaN or inf gradients" in text
     assert "frozen: S is no longer tuned" in text
     assert "0 bytes of it Mechanic's" in text
+
+
+def test_the_arguments_of_a_script_are_read_and_other_classes_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    state = trained(1)[1].state_dict()
+    torch.save({"optimizer": state, "args": argparse.Namespace(lr=1)}, tmp_path / "run" / "last.pt")
+    assert "Mechanic around AdamW" in show(str(tmp_path / "run" / "last.pt"))
+    torch.save({"optimizer": state, "args": fractions.Fraction(1)}, tmp_path / "run" / "last.pt")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "run" / "model.pt")
+    for place in ("run/last.pt", "run"):
+        with pytest.raises(
+            SystemExit, match=r"last\.pt could not be read .*: it holds a fractions\.Fraction, which"
+        ) as said:
+            show(str(tmp_path / place))
+        assert "\x1b" not in str(said.value)
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path):

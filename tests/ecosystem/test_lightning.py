@@ -7,8 +7,12 @@ import pytest
 import torch
 
 pytest.importorskip("lightning", reason="has an environment of its own: make test-ecosystem")
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
 from lightning_module import Classifier, build, digits
-from mechanic.torch import MechanicMuon
+from mechanic.integrations.lightning import ScaleMonitor
+from mechanic.torch import MechanicAdamW, MechanicMuon
 
 STEPS, SAVED_AFTER = 56, 28
 
@@ -73,3 +77,41 @@ def test_scale_and_rate_are_logged_with_the_loss_and_lightnings_lr(tmp_path):
     shape = dict(zip(steps["lr-Mechanic"], read["lr-Mechanic"], strict=True))  # Lightning's monitor writes it twice
     for step, scale, rate in zip(steps["loss"], read["mechanic/scale"], read["mechanic/lr"], strict=True):
         assert rate == pytest.approx(scale * shape[step])
+
+
+class TwoOptimizers(Classifier):
+    """Optimized by hand, with a named tuner for each optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        first, *_, last = (layer for layer in self.layers if list(layer.parameters()))
+        named = {"first": first, "last": last}
+        return [MechanicAdamW([{"params": layer.parameters(), "tuner": name}]) for name, layer in named.items()]
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(torch.nn.functional.cross_entropy(self.layers(inputs), targets))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_several_optimizers_are_logged_on_the_batches_on_which_lightning_logs(every, tmp_path):
+    options = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        max_steps=32,
+        log_every_n_steps=every,
+        logger=CSVLogger(tmp_path),
+        callbacks=[ScaleMonitor()],
+        enable_checkpointing=False,
+        **options,
+    )
+    trainer.fit(TwoOptimizers(), digits())
+    metrics = Path(trainer.logger.log_dir, "metrics.csv")
+    rows = list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
+    steps = [[int(row["step"]) for row in rows if row.get(f"mechanic/scale/{name}")] for name in ("first", "last")]
+    assert steps == [[3, 7, 11, 15] if every else []] * 2

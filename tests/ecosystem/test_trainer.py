@@ -90,6 +90,15 @@ def test_scale_and_rate_are_logged_beside_the_loss_wherever_the_trainer_reports_
     assert board.Scalars("train/mechanic/scale")[-1].value == pytest.approx(scale)
 
 
+def test_scale_and_rate_are_logged_where_the_trainer_logs_by_epochs(tmp_path):
+    trainer = with_class(tmp_path, num_train_epochs=2, max_steps=-1, logging_strategy="epoch", save_strategy="no")
+    trainer.train()
+    history = trainer.state.log_history
+    steps = [[entry["step"] for entry in history if key in entry] for key in ("loss", "mechanic/scale")]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == 2
+
+
 def test_without_a_mechanic_the_callback_says_so(tmp_path):
     trainer = without(tmp_path, max_steps=1, logging_steps=1, save_strategy="no")
     trainer.add_callback(ScaleCallback(trainer))

@@ -41,11 +41,6 @@ BASES = LISTED | {
     "fromage": lambda lr: optax.fromage(0.01 * lr),  # not proportional to lr, and at 1 no optimizer at all
     "adafactor": optax.adafactor,
     "muon": optax.contrib.muon,
-    **{
-        name: getattr(optax.contrib, name)
-        for name in ("madgrad",)
-        if hasattr(optax.contrib, name)  # younger than the oldest Optax we support
-    },
 }
 every_base = pytest.mark.parametrize("name", BASES)
 every_listed_base = pytest.mark.parametrize("name", LISTED)

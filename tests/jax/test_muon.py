@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 
 from mechanic.jax import freeze, mechanize, muon, release, roles, scale, scales
 from tests.jax.task import same_bits
@@ -110,6 +111,27 @@ def test_parameters_have_the_roles_of_their_names_and_shapes():
     }
     assert roles({"odd": leaf((2, 3, 4)), "row": leaf((1, 5))}) == {"odd": "other", "row": "vector"}
     assert roles({"up": leaf((4, 4))}, {"u*": "head"}) == {"up": "head"}
+
+
+def test_biases_with_a_dimension_for_heads_or_layers_are_vectors():
+    attention = {"kernel": jnp.zeros((8, 2, 4)), "bias": jnp.zeros((2, 4))}
+    found = roles({"query": attention, "norms": {"scale": jnp.zeros((3, 8))}})
+    assert found == {"query": {"kernel": "matrix", "bias": "vector"}, "norms": {"scale": "vector"}}
+
+
+def test_parameters_of_nnx_are_taken_as_those_of_a_dict_are():
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(2, 8, rngs=rngs, use_bias=False)
+            self.conv = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+
+    state = nnx.state(Network(nnx.Rngs(0)), nnx.Param)
+    trees = nnx.to_pure_dict(state), state
+    assert jax.tree.leaves(roles(trees[0])) == jax.tree.leaves(roles(trees[1]))
+    optimizer = muon(1.0)
+    updates = [optimizer.update(tree, optimizer.init(tree), tree)[0] for tree in trees]
+    for expected, found in zip(*map(jax.tree.leaves, updates), strict=True):
+        np.testing.assert_array_equal(expected, found)
 
 
 def test_only_matrices_go_to_muon():

@@ -28,6 +28,12 @@ def test_bases_that_make_no_sense_are_refused(base):
         mechanize(base).init(jnp.ones(3))
 
 
+@pytest.mark.skipif(not hasattr(optax.contrib, "madgrad"), reason="Optax has it from 0.2.7 on")
+def test_madgrad_keeps_iterates_of_its_own():
+    with pytest.raises(TypeError, match="a MadgradState: it keeps iterates of its own"):
+        mechanize(optax.contrib.madgrad(1.0)).init(jnp.ones(3))
+
+
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.asarray])
 def test_a_peak_that_is_no_learning_rate_is_refused_where_its_value_is_known(kind, bad):

@@ -20,12 +20,11 @@ def describe(watched: Watched, *, per_group: bool) -> str:
         return "\n".join([*lines, "  no learning rate was learned; it takes some steps with gradients"])
     names = tuner_names(watched.groups, per_group=per_group)
     if len(set(rates)) == 1 and len({group[ROW] for group in watched.groups}) == 1:
-        lines.append(f"  learned rate: {rates[0]:.3g} (you passed {_passed(_peak_of(watched, 0))})")
+        lines.append(f"  learned rate: {rates[0]:.3g} ({_passed(watched, 0)})")
     else:
         for index, rate in enumerate(rates):
             tuner = "" if names[index] in ("default", f"group {index}") else f" ({names[index]})"
-            passed = _passed(_peak_of(watched, index))
-            lines.append(f"  learned rate of group {index}{tuner}: {rate:.3g} (you passed {passed})")
+            lines.append(f"  learned rate of group {index}{tuner}: {rate:.3g} ({_passed(watched, index)})")
     return "\n".join(lines + _replacement(watched, rates))
 
 
@@ -34,6 +33,9 @@ def _replacement(watched: Watched, rates: list[float]) -> list[str]:
     if not watched.is_linear:
         name = watched.cls.__name__
         return [f"  The steps of {name} may not be proportional to its lr, so keep training with Mechanic."]
+    if any(_sets_own_rate(watched, index) for index in range(len(rates))):
+        shown = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates))
+        return [f"  Your script sets the learning rate itself. To train without Mechanic, let its peak be {shown}."]
     options = [f"{name}={text}" for name, text in watched.call.items()]
     if len(set(rates)) == 1:
         head = [f"params, lr={rates[0]:.3g}"]
@@ -47,15 +49,28 @@ def _replacement(watched: Watched, rates: list[float]) -> list[str]:
     if watched.is_rising():
         lines.append("  It was still rising when the run ended. A longer one may find a larger rate.")
     if any("max_lr" in group for group in watched.groups):
-        lines.append(f"  Your scheduler sets the peak itself: give it max_lr={max(rates):.3g}.")
+        peaks = f"{rates[0]:.3g}" if len(set(rates)) == 1 else "[" + ", ".join(f"{rate:.3g}" for rate in rates) + "]"
+        lines.append(f"  Your scheduler sets the peak itself: give it max_lr={peaks}.")
     return lines
 
 
 def _peak_of(watched: Watched, index: int) -> Any:
-    """The learning rate that the script passed for a group: the peak of its schedule."""
+    """The learning rate that the script passed for a group, or the largest that it set: the peak of its schedule."""
     group = watched.groups[index]
-    built = watched.built_lrs[index] if index < len(watched.built_lrs) else group.get("lr")
-    return group.get("max_lr", group.get("initial_lr", built))
+    if _sets_own_rate(watched, index):
+        return watched.largest_lrs[index]
+    return group.get("max_lr", group.get("initial_lr", _built_lr(watched, index)))
+
+
+def _built_lr(watched: Watched, index: int) -> Any:
+    return watched.built_lrs[index] if index < len(watched.built_lrs) else watched.groups[index].get("lr")
+
+
+def _sets_own_rate(watched: Watched, index: int) -> bool:
+    """Whether the script writes learning rates that it did not build the optimizer with, without a scheduler."""
+    has_scheduler = any(key in watched.groups[index] for key in ("max_lr", "initial_lr"))
+    largest = watched.largest_lrs[index] if index < len(watched.largest_lrs) else None
+    return not has_scheduler and largest is not None and largest != _built_lr(watched, index)
 
 
 def _peak_rate(group: Group, peak: Any) -> float:
@@ -64,5 +79,7 @@ def _peak_rate(group: Group, peak: Any) -> float:
     return scale if peak is None else scale * float(peak) / float(group[PEAK_LR])
 
 
-def _passed(lr: Any) -> str:
-    return "none" if lr is None else f"{float(lr):g}"
+def _passed(watched: Watched, index: int) -> str:
+    lr = _peak_of(watched, index)
+    shown = "none" if lr is None else f"{float(lr):g}"
+    return f"the largest that you set was {shown}" if _sets_own_rate(watched, index) else f"you passed {shown}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import io
 import os
@@ -22,8 +23,15 @@ def run(script: str, arguments: list[str], settings: Settings, *, is_module: boo
         TunerConfig.of(settings.config)
     except (TypeError, ValueError) as error:
         _refuse(f"--config: {error}")
-    if settings.log and not settings.log.endswith((".jsonl", ".csv")):
-        _refuse(f"--log-to writes a .jsonl or a .csv file, got {settings.log}")
+    if settings.log:
+        if not settings.log.endswith((".jsonl", ".csv")):
+            _refuse(f"--log-to writes a .jsonl or a .csv file, got {settings.log}")
+        log = os.path.abspath(settings.log)  # the script may change the folder
+        if not os.path.isdir(os.path.dirname(log)):
+            _refuse(f"--log-to: there is no folder {os.path.dirname(log)}")
+        settings = dataclasses.replace(settings, log=log)
+    if script.endswith(".ipynb"):
+        _refuse(f"{script} is a notebook, and run takes scripts; wrap the optimizer in a cell: Mechanic(optimizer)")
     if not is_module and not os.path.isfile(script):
         _refuse(f"there is no file {script}" + ("; for a module, write -m" if not script.endswith(".py") else ""))
     session = wrapping.start(settings)
@@ -35,7 +43,8 @@ def run(script: str, arguments: list[str], settings: Settings, *, is_module: boo
     except wrapping.ProbeIsDone:
         session.report()
     except BaseException as error:
-        session.report(even_if_nothing=False)
+        ends_well = isinstance(error, SystemExit) and not error.code  # by sys.exit(main())
+        session.report(even_if_nothing=ends_well)
         if not isinstance(error, SystemExit):
             sys.excepthook = _without_our_frames(sys.excepthook)
         raise
@@ -51,7 +60,7 @@ def _refuse(message: str) -> NoReturn:
 def _run_file(script: str, arguments: list[str]) -> None:
     path = os.path.abspath(script)
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # not this file's __future__
     # It stays __main__ until the process ends: pickles, atexit functions and processes to be spawned look it up.
     module = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", path)

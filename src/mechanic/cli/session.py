@@ -68,10 +68,16 @@ class Session:
             if len(trained) > _DESCRIBED:
                 self._say(f"and {len(trained) - _DESCRIBED} more optimizers")
             if self._log is not None:
-                self._say(f"the learned rates of every {self.settings.every} steps are in {self.settings.log}")
+                where = os.path.relpath(self._log.path)
+                self._say(f"the learned rates of every {self.settings.every} steps are in {where}")
         elif even_if_nothing and not self.watched and not self.has_spawned:
             kind = "optimizer that Mechanic could wrap" if self.left else "PyTorch optimizer"
             self._say(f"the script built no {kind}, so nothing was tuned")
+
+    def begin_in_forked_process(self) -> None:
+        """What the parent has built and logged so far is the parent's to report."""
+        self.watched = []
+        self._log = self._rank = None
 
     # Hooks.
 
@@ -82,6 +88,8 @@ class Session:
     def _after_step(self, watched: Watched, optimizer: Any, *_: Any) -> None:
         watched.steps += 1
         watched.note(optimizer)
+        if watched not in self.watched:  # built before this process was forked
+            self.watched.append(watched)
         if self._rank is None:
             self._rank = _rank()
         if self.settings.log is not None and self._rank == 0 and watched.steps % self.settings.every == 0:
@@ -110,6 +118,7 @@ class _Log:
     COLUMNS = ("optimizer", "class", "step", "tuner", "scale", "lr")
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self._file: IO[str] = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 - closed by the session
         self._csv = csv.writer(self._file) if path.endswith(".csv") else None
         if self._csv is not None:

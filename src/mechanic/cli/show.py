@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,26 +28,43 @@ def show(checkpoint: str) -> str:
         files = sorted({file for pattern in FILES for file in path.glob(pattern)})
         if not files:
             raise SystemExit(f"{checkpoint} has neither a .metadata nor a file such as optimizer.pt")
-    texts = [text for file in files for text in _describe_file(file, is_only=len(files) == 1)]
+    texts: list[str] = []
+    unread: list[str] = []  # a tokenizer, perhaps
+    for file in files:
+        content, why = _read(file)
+        if why:
+            unread.append(f"{file} could not be read with torch.load(weights_only=True): {why}")
+        texts += _describe_file(file, content)
+    if unread and not texts:
+        raise SystemExit("\n".join(unread))
     if not texts:
         raise SystemExit(f"no optimizer was found in {checkpoint}; was only the model saved?")
     return "\n\n".join(texts)
 
 
-def _describe_file(path: Path, *, is_only: bool) -> Iterator[str]:
+def _read(path: Path) -> tuple[Any, str]:
+    """What is in a file or a sharded checkpoint; if torch refuses it, nothing, and why."""
     if is_sharded(path):
-        content = read_sharded(path)
-    else:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-        except Exception as error:  # torch has many ways to say that a file is not its own
-            if not is_only:
-                return  # a tokenizer, perhaps
-            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise SystemExit(f"{path} could not be read with torch.load(weights_only=True): {why}") from error
+        return read_sharded(path), ""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of a script
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path)), ""
+    except Exception as error:  # torch has many ways to say that a file is not its own
+        return None, _why(error)
+
+
+def _describe_file(path: Path, content: Any) -> Iterator[str]:
     for where, found in _optimizers(content):
         place = f"{path}, {where}" if where else str(path)
         yield f"{place}\n" + "\n".join(f"  {line}" for line in _describe(found))
+
+
+def _why(error: Exception) -> str:
+    """What torch says, in one line. Its first line announces what to do, and the reason comes later."""
+    text = str(error).strip()
+    if unsupported := re.search(r"Unsupported global: GLOBAL (\S+)", text):
+        return f"it holds a {unsupported[1]}, which is not loaded, as it could execute anything"
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _is_zip(path: Path) -> bool:

@@ -29,6 +29,7 @@ class Watched:
         self.steps = 0
         lrs = (group.get("lr") for group in optimizer.param_groups)
         self.built_lrs = [None if lr is None else float(lr) for lr in lrs]
+        self.largest_lrs: list[float | None] = []  # of the steps so far, by group; None where it is a tensor
         self.groups: list[Group] = []
         self.half_scales: list[float] = []  # of the groups, halfway through a probe
         self.note(optimizer)
@@ -37,6 +38,13 @@ class Watched:
         """Keep the groups as they are now, without their parameters. Waits for no device."""
         kept = optimizer.param_groups
         self.groups = [{key: value for key, value in group.items() if key != "params"} for group in kept]
+        if self.steps:
+            lrs = [group["lr"] if isinstance(group.get("lr"), float | int) else None for group in kept]
+            former = [*self.largest_lrs, *lrs[len(self.largest_lrs) :]]
+            self.largest_lrs = [
+                None if lr is None or largest is None else max(lr, largest)
+                for lr, largest in zip(lrs, former, strict=False)
+            ]
 
     def scales(self) -> list[float]:
         """S of every group."""

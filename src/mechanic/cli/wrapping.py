@@ -12,6 +12,8 @@ import functools
 import importlib.abc
 import importlib.machinery
 import multiprocessing.spawn
+import multiprocessing.util
+import os
 import sys
 import threading
 import types
@@ -36,6 +38,7 @@ def start(settings: Settings) -> Session:
         # Not imported here: a script may set OMP_NUM_THREADS and the like before it imports torch.
         sys.meta_path.insert(0, _WhenImported(session))
     _reach_spawned_processes(session)
+    _reach_forked_processes(session)
     return session
 
 
@@ -168,3 +171,18 @@ def _reach_spawned_processes(session: Session) -> None:
         return {**former(name), "mechanic": _Start(session.settings)}
 
     multiprocessing.spawn.get_preparation_data = with_settings
+
+
+def _reach_forked_processes(session: Session) -> None:
+    """They are copies of this one, and end without its atexit functions."""
+
+    def begin(session: Session) -> None:
+        session.begin_in_forked_process()
+        multiprocessing.util.Finalize(session, session.report, kwargs={"even_if_nothing": False}, exitpriority=0)
+
+    def note() -> None:
+        session.has_spawned = True
+
+    multiprocessing.util.register_after_fork(session, begin)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_parent=note)

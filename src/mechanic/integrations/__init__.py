@@ -24,7 +24,7 @@ def readings(optimizer: Any) -> dict[str, float]:
         >>> readings(optimizer)
         {'mechanic/scale': 0.0, 'mechanic/lr': 0.0, 'mechanic/nonfinite_steps': 0}
 
-    With several tuners their names follow: ``mechanic/scale/unet``.
+    If there are several tuners, or one that was given a name, the names follow: ``mechanic/scale/unet``.
     """
     mechanic = optimizer
     while not isinstance(mechanic, Mechanic):
@@ -32,7 +32,7 @@ def readings(optimizer: Any) -> dict[str, float]:
             raise TypeError(f"there is no Mechanic to read in {type(optimizer).__name__}; wrap the optimizer first")
         mechanic = mechanic.optimizer
     columns = {"scale": mechanic.scales(), "lr": mechanic.learning_rates()}
-    alone = len(columns["scale"]) == 1
+    alone = list(columns["scale"]) in (["default"], ["group 0"])
     by_key = {
         f"mechanic/{column}" if alone else f"mechanic/{column}/{tuner}": value
         for column, by_tuner in columns.items()

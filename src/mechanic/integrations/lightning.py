@@ -21,15 +21,20 @@ class ScaleMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._due: Optimizer | None = None  # to be read once it has stepped
+        self._is_due = False
+        self._stepping: list[Optimizer] = []  # in this batch, to be read at its end
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._is_due = trainer._logger_connector.should_update_logs  # as LearningRateMonitor asks
+        self._stepping = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            self._due = optimizer
+        if self._is_due and optimizer not in self._stepping:
+            self._stepping.append(optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if self._due is None:
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(readings(self._due), step=trainer.global_step - 1)
-        self._due = None
+        read = {key: value for optimizer in self._stepping for key, value in readings(optimizer).items()}
+        if read:
+            for logger in trainer.loggers:
+                logger.log_metrics(read, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._stepping = []

@@ -26,3 +26,5 @@ class ScaleCallback(TrainerCallback):
         if control.should_log:
             self.trainer.log(readings(kwargs["optimizer"]))
             control.should_log = True  # the Trainer takes this for its own record, which is still to come
+
+    on_epoch_end = on_step_end  # with logging_strategy="epoch"

@@ -25,7 +25,12 @@ _WITH_OWN_STEP_SIZE = (
     optax.ScaleByBacktrackingLinesearchState,
     optax.ScaleByZoomLinesearchState,
 )
-_WITH_OWN_ITERATES = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState, optax.LookaheadState)
+_WITH_OWN_ITERATES = (
+    optax.contrib.ScheduleFreeState,
+    optax.contrib.SAMState,
+    optax.LookaheadState,
+    *(getattr(optax.contrib, name) for name in ("MadgradState",) if hasattr(optax.contrib, name)),  # from 0.2.7 on
+)
 
 
 def refuse_unsuitable(base_state: Any) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.tree_util import GetAttrKey
 
 from mechanic.jax.state import PyTree
 
@@ -136,7 +137,8 @@ def _optimizers(params: PyTree, overrides: Mapping[str, str] | None) -> PyTree:
 
 
 def _role_of(parts: list[str], shape: tuple[int, ...]) -> str:
-    if len(shape) < 2 or sum(size > 1 for size in shape) < 2:
+    # Biases of attention have a dimension for the heads, and those of stacked layers one for the layers.
+    if parts[-1] in ("bias", "scale") or sum(size > 1 for size in shape) < 2:
         return "vector"
     if any(_EMBEDDING.search(part) for part in parts):
         return "embedding"
@@ -168,4 +170,8 @@ def _dimension_numbers(matrices: PyTree) -> PyTree:
 
 
 def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    # A parameter of Flax nnx is a node with one leaf, its value. In a module of attributes it would be a name.
+    *above, last = path or (None,)
+    if above and isinstance(last, GetAttrKey) and last.name in ("value", "raw_value"):
+        path = above if not isinstance(above[-1], GetAttrKey) else path
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
