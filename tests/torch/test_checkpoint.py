@@ -227,19 +227,24 @@ def test_hooks_on_saving_and_loading_see_mechanic_once(trained):
     assert seen == [optimizer] * 3
 
 
-@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("layout", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
 @pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_distributed_checkpoint_state_dicts_resume_bit_for_bit(base, flatten):
+@pytest.mark.parametrize("delta", [None, "int8"])
+def test_distributed_checkpoint_state_dicts_resume_bit_for_bit(base, layout, delta):
     """torch.distributed.checkpoint's own route, in one process: it steps on zero gradients to fill the state."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    options = StateDictOptions(**layout)
     model = mlp()
-    optimizer = Mechanic(base(model.parameters(), lr=0.1))
+    optimizer = Mechanic(base(model.parameters(), lr=0.1), skip_nonfinite=True, delta=delta)
     train(model, optimizer, 5)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
     optimizer.zero_grad()
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     twin_model = copy.deepcopy(model)
-    twin = Mechanic(base(twin_model.parameters(), lr=0.1))
+    twin = Mechanic(base(twin_model.parameters(), lr=0.1), skip_nonfinite=True, delta=delta)
     set_optimizer_state_dict(twin_model, twin, saved, options=options)
+    assert twin.skipped_steps == 1
     train(model, optimizer, 5, first=5)
     train(twin_model, twin, 5, first=5)
     assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))

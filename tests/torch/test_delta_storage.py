@@ -8,6 +8,7 @@ import sys
 import pytest
 import schedulefree
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW
 
 from mechanic.torch import Mechanic, Together, gpu, mechanic_class, step, stored
@@ -483,3 +484,36 @@ def test_bases_that_look_at_values(name):
     model = base.model()
     optimizer = Mechanic(base.make(model.parameters()), delta="int8")
     assert train(model, optimizer, 60) < 1
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(default):
+    def trained():
+        model = torch.nn.Linear(40, 30, dtype=torch.float32)
+        optimizer = Mechanic(SGD(model.parameters(), lr=1.0, momentum=0.9), delta="int8")
+        for index in range(5):
+            for p in model.parameters():
+                p.grad = torch.cos(3 * p.detach() + index)
+            optimizer.step()
+        return model, optimizer
+
+    torch.manual_seed(0)
+    expected = snapshot(*trained())
+    torch.manual_seed(0)
+    torch.set_default_dtype(default)
+    try:
+        found = snapshot(*trained())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_bits(found, expected)
+
+
+@rounded
+def test_fake_tensors_can_be_stepped_with(delta):
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 1)
+        optimizer = Mechanic(AdamW(model.parameters(), lr=1.0), delta=delta)
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert optimizer.state[model.weight]["mechanic_delta"].itemsize == (1 if delta == "int8" else 2)

@@ -241,6 +241,9 @@ def test_what_muon_cannot_take_is_refused_with_what_to_do():
 
     with pytest.raises(ValueError, match=r"not known: 0\.table; .*roles=\{'0\.table': 'vector'\}"):
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)))
+    with_frozen = nn.Sequential(Odd(), nn.Linear(4, 4), nn.Linear(4, 4))
+    with_frozen[0].table.requires_grad_(False)
+    assert len(MechanicMuon(with_frozen).param_groups[0]["params"]) == 2
     with pytest.raises(ValueError, match=r"0\.table has 3 dimensions"):
         MechanicMuon(nn.Sequential(Odd(), nn.Linear(4, 4)), roles={"0.table": "matrix"})
     with pytest.raises(ValueError, match=r"0\.bias has 1 dimensions, which Muon does not take"):

@@ -666,3 +666,15 @@ def test_sharded_parameters_follow_one_process_and_ddp_is_refused(tmp_path):
             assert all(report.values()), report
         if name == "resume":
             assert report == {"bitwise": True}
+
+
+def test_a_missing_step_is_told_once():
+    model = mlp()
+    optimizer = MechanicAdamW(model.parameters())
+    optimizer.step_in_backward()
+    backward(model, 0)
+    with pytest.warns(UserWarning, match=r"not called before zero_grad\(\).* call step\(\) after backward\(\)"):
+        optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.zero_grad()
+    train(model, optimizer, 2)

@@ -105,6 +105,10 @@ class TestLayerGroups:
         groups = layer_groups(model, [{"params": model[0].weight, "weight_decay": 0.1}])
         assert groups == [{"params": [model[0].weight], "weight_decay": 0.1, "tuner": "0"}]
 
+    def test_parameters_may_come_with_their_names(self):
+        model = mlp()
+        assert layer_groups(model, [{"params": model.named_parameters()}]) == layer_groups(model)
+
     def test_a_weight_and_its_bias_share_a_tuner(self):
         groups = layer_groups(mlp())
         assert [group["tuner"] for group in groups] == ["0", "2"]

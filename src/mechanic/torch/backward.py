@@ -169,6 +169,11 @@ class Arrivals:
         """Forget the gradients that have come, of a backward pass that was broken off. Their updates stay."""
         self._step = None
 
+    def warn_of_missing_step(self) -> None:
+        """Warn if a whole backward pass is about to be given up."""
+        if self.all_have_come:
+            self._wrapped.warn_once.step_is_missing()
+
     def _begin(self) -> _Step:
         wrapped = self._wrapped
         wrapped.require_assigned_groups()
@@ -329,5 +334,6 @@ class StepsInBackward(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients. After a backward pass that was broken off, this also forgets what had come of it."""
         if not is_inside_backward():
+            self._arrivals.warn_of_missing_step()
             self._arrivals.give_up()
         super().zero_grad(set_to_none)

@@ -31,6 +31,7 @@ def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
     """Check a checkpoint as a whole, then load it. If anything fails, the optimizer is left as it was."""
     groups = wrapped.groups
     validation.check_structure(state_dict, groups)
+    state_dict = _without_scales_of_codes(state_dict)
     validation.validate(state_dict, groups, expected_state(wrapped.base, state_dict["param_groups"]))
     is_plain = validation.is_plain(state_dict)
     if is_plain and wrapped.peak_lr is None:
@@ -45,6 +46,15 @@ def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
         raise
     if is_plain:
         warn_user("the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner")
+
+
+def _without_scales_of_codes(state_dict: StateDict) -> StateDict:
+    """A checkpoint has none, but torch's flattened ones get every key that the optimizer has in memory."""
+    state = {
+        key: {k: v for k, v in entry.items() if k != DELTA_SCALES} if isinstance(entry, dict) else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> None:

@@ -17,9 +17,9 @@ where                key                         what
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
 ``param_groups[i]``  ``mechanic_tuner``          [13, n]: the betas, then the fields of TunerState
 ``param_groups[i]``  ``mechanic_unit``           the peak learning rate, which counts as 1
-``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step, once there was one
+``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step
 ``param_groups[i]``  ``mechanic_frozen``         S, if it is frozen
-``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped, if any
+``param_groups[i]``  ``mechanic_skipped``        how many steps were skipped
 ``param_groups[i]``  ``mechanic_own_iterates``   1, if the base steps on iterates of its own
 ``param_groups[i]``  ``d``                       S / peak_lr: ``d * lr`` is the effective learning rate
 ===================  ==========================  ======================================================

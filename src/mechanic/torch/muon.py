@@ -104,7 +104,7 @@ def _groups(
             "fully_shard, whose parts it can gather, or use DDP"
         )
     found = wanted if isinstance(wanted, Roles) else roles(model, wanted)
-    if others := list(found["other"]):
+    if others := [name for name, p in found["other"].items() if p.requires_grad]:
         raise ValueError(
             f"what these parameters do is not known: {', '.join(others)}; say it, for example with "
             f"MechanicMuon(model, roles={{{others[0]!r}: 'vector'}})"

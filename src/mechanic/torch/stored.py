@@ -69,7 +69,7 @@ def delta_state_of(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> d
         return {key: state[key] for key in (DELTA, DELTA_SCALES)}
     codes = torch.zeros_like(p, dtype=dtype)
     local = _local(codes)
-    scales = torch.zeros(blocks_in(local.numel()), device=local.device)
+    scales = torch.zeros(blocks_in(local.numel()), dtype=torch.float32, device=local.device)
     if found is not None:
         encode(_local(found), Stored(local, scales))
     return {DELTA: codes, DELTA_SCALES: scales}

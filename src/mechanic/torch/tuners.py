@@ -59,6 +59,7 @@ def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None)
             split.append(group)
             continue
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # with their names, as torch takes them
         if any(p not in layer_of for p in params):
             raise ValueError("a group has parameters that are not the module's; give them a 'tuner' of their own")
         split += [
@@ -114,7 +115,7 @@ def assign_tuners(
     if len(params := list(params_of(groups))) != len({id(p) for p in params}):
         raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
     assigned = [group for group in groups if is_assigned(group)]
-    of_all = {key: assigned[0][key] for key in (SKIPPED,) if assigned and key in assigned[0]}
+    skipped = assigned[0].get(SKIPPED, 0) if assigned else 0
     next_row = 1 + max((*(group[ROW] for group in assigned), *former_rows), default=-1)
     additions: list[tuple[Group, Group]] = []
     name_of = {id(group): name for group, name in zip(groups, base_names, strict=True)}
@@ -132,10 +133,11 @@ def assign_tuners(
             next_row += 1
         for group in new:
             tuner = known[TUNER].clone() if known else _fresh_tuner(group, groups, config)
-            own = {"mechanic_format": FORMAT, "mechanic_base": name_of[id(group)], TUNER: tuner}
-            additions.append((group, own | shared | of_all))
+            own = {"mechanic_format": FORMAT, "mechanic_base": name_of[id(group)], TUNER: tuner, SKIPPED: skipped}
+            additions.append((group, own | shared))
     for group, entries in additions:
         group.update(entries)
+    remember_rates([group for group, _ in additions])  # torch loads into the keys that a new optimizer has
 
 
 def remove_tuners(groups: list[Group]) -> None:

@@ -21,7 +21,6 @@ from mechanic.torch.layout import (
     RESIDUAL,
     ROW,
     SKIPPED,
-    STATE_KEYS,
     TUNER,
     Group,
     StateDict,
@@ -29,6 +28,7 @@ from mechanic.torch.layout import (
 )
 from mechanic.torch.probe import Shapes
 from mechanic.torch.shards import is_dtensor, locals_of
+from mechanic.torch.tuners import scale_of
 from mechanic.tuner import TunerState
 
 
@@ -140,7 +140,9 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         _whole_number(f"{where}['mechanic_skipped']", saved.get(SKIPPED, 0))
         for key in (PEAK_LR, FROZEN):
             value = saved.get(key, 1.0)
-            if isinstance(value, bool) or not (_is_number(value) and 0 < value < math.inf):
+            is_number = _is_number(value) and not isinstance(value, bool) and math.isfinite(value)
+            is_idle = key == FROZEN and value == scale_of(saved) == 0  # of a tuner that had nothing to train
+            if not (is_number and (value > 0 or is_idle)):
                 raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
         if not (_is_number(lr := saved.get(LAST_LR, 0.0)) and math.isfinite(lr)):
             raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
@@ -240,7 +242,7 @@ def _check_state(where: str, entry: dict[str, Any], p: Tensor, expected: Shapes)
     for name, value in entry.items():
         if _holds(value, torch.isnan):
             raise ValueError(f"{where}[{name!r}] holds NaN")
-    for name in STATE_KEYS:
+    for name in (DELTA, RESIDUAL):
         if name not in entry:
             continue
         value = entry[name]

@@ -28,6 +28,13 @@ class WarnOnce:
             "gradients, not optimizer.step(); else look for NaN in the loss",
         )
 
+    def step_is_missing(self) -> None:
+        self._warn(
+            "missing step",
+            "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): Mechanic "
+            "learns nothing from such a pass. With step_in_backward(), too, call step() after backward()",
+        )
+
     def one_step_dominates(self) -> None:
         self._warn(
             "dominated",

@@ -57,6 +57,7 @@ class Wrapped(Generic[BaseT]):
     _direct_steps: DirectStepCheck | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.elements = sum(p.numel() for p in params_of(self.groups))
         if tuners.is_assigned(self.groups[0]):  # in a copy; a new one checks everything first
             self.watch_direct_steps()
 
@@ -70,7 +71,6 @@ class Wrapped(Generic[BaseT]):
         except Exception:
             tuners.remove_tuners(self.groups)
             raise
-        self.elements = sum(p.numel() for p in params_of(self.groups))
         self.complete_state()
         self.watch_direct_steps()
 

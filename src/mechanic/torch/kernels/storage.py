@@ -93,7 +93,8 @@ class Noises:
     def of(self, row: int, device: torch.device) -> Noise:
         if (row, device) not in self._made:
             count = self._counts[row].to(device, torch.int64)
-            self._made[row, device] = Noise(int(count) if device.type == "cpu" else count, device)
+            is_on_host = type(count) is Tensor and device.type == "cpu"  # a fake tensor has no value
+            self._made[row, device] = Noise(int(count) if is_on_host else count, device)
         return self._made[row, device]
 
 
