@@ -27,6 +27,18 @@ def train(make_optimizer):
         optimizer.step()
         yield loss.detach()
 
+def two_groups(make_optimizer):
+    x, y = (torch.ones(2, requires_grad=True) for _ in "xy")
+    make = [make_optimizer([{"params": [x]}, {"params": [y], "lr": 1e-2}], 1e-3), make_optimizer([y], lr=1e-3)]
+    for step in range(10):
+        for optimizer in make:
+            optimizer.zero_grad()
+        (x.square().sum() + y.square().sum()).backward()
+        for optimizer in make:
+            optimizer.step()
+        yield -1.0 - step
+    print("rates", *(f"{group['lr']:g}" for group in make[0].param_groups))
+
 def forgetful(make_optimizer):
     yield 1.0
 
@@ -99,6 +111,16 @@ def test_the_same_seed_is_set_before_every_run_and_the_loss_is_what_was_yielded(
     assert learned["final"] < own["final"]
     assert learned["state_bytes"] > own["state_bytes"]
     assert steps_to(learned, own["final"]) < 60
+
+
+def test_groups_keep_their_ratios_and_several_optimizers_their_rates(training, capsys):
+    text = run(training, capsys, lr=0.003, function="two_groups", base="torch.optim.SGD")
+    assert "rates 1 10\nrates 0.003 0.03\n" in text
+    assert "| 0.003 (yours)" in text
+    assert "10 of 10" in text  # the steps to a loss below 0
+    (book,) = (training.parent / "out").glob("*.jsonl")
+    learned, _ = (json.loads(line)["learned"] for line in book.read_text().splitlines())
+    assert list(learned) == ["0 default", "1 default"]
 
 
 def test_a_learning_rate_that_diverges_is_said_to(training, capsys):

@@ -28,6 +28,24 @@ def test_bases_that_make_no_sense_are_refused(base):
         mechanize(base).init(jnp.ones(3))
 
 
+@pytest.mark.parametrize("first", [jnp.float32, jnp.bfloat16])
+def test_parameters_that_were_cast_since_init_are_named(first):
+    dtypes = {jnp.float32, jnp.bfloat16}
+    (other,) = dtypes - {first}
+    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, first)}
+    optimizer = mechanize(optax.sgd(1.0))
+    state = optimizer.init(params)
+    cast = {**params, "b": params["b"].astype(other)}
+    was = "in" if first == jnp.bfloat16 else "not in"
+    with pytest.raises(ValueError, match=rf"\['b'\] is {jnp.dtype(other)}, but it was {was} half precision"):
+        optimizer.update(cast, state, cast)
+
+
+def test_a_schedule_is_a_function():
+    with pytest.raises(TypeError, match=r"schedule must be .* a function of the step, got 0\.001"):
+        mechanize(optax.sgd(1e-3), schedule=1e-3)
+
+
 @pytest.mark.skipif(not hasattr(optax.contrib, "madgrad"), reason="Optax has it from 0.2.7 on")
 def test_madgrad_keeps_iterates_of_its_own():
     with pytest.raises(TypeError, match="a MadgradState: it keeps iterates of its own"):

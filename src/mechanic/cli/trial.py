@@ -22,6 +22,7 @@ import importlib.util
 import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -170,22 +171,23 @@ class _Runs:
         return tqdm(losses, total=self._steps, desc=label, unit="step")
 
 
-def measure(trial: Trial, lr: float, runs: _Runs, *, learn: bool) -> Record:
+def measure(trial: Trial, rate: float, runs: _Runs, *, learn: bool) -> Record:
     """Train once; the record of what happened."""
     made: list[Any] = []
 
-    def make_optimizer(params: Any, **options: Any) -> Optimizer:
-        options.pop("lr", None)  # it is what is being tried
-        base = trial.base(params, **{**options, "lr": lr})
+    def make_optimizer(params: Any, lr: float | None = None, **options: Any) -> Optimizer:
+        # The learning rate is what is being tried. Groups keep their ratios to it.
+        base = trial.base(_at_rate(params, rate / (lr or trial.lr)), **{**options, "lr": rate})
         made.append(Mechanic(base) if learn else base)
         return made[-1]  # type: ignore[no-any-return]
 
+    random.seed(0)
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 - that of the user's code
     losses: list[float] = []
     scales: list[dict[str, float]] = []
     seconds: list[float] = []
-    label = f"Mechanic({trial.base.__name__})" if learn else f"{trial.base.__name__} at {lr:g}"
+    label = f"Mechanic({trial.base.__name__})" if learn else f"{trial.base.__name__} at {rate:g}"
     yielded = itertools.islice(_yields(trial.train, make_optimizer), trial.steps)
     with runs.bar(yielded, label) as bar:
         start = time.perf_counter()
@@ -195,7 +197,7 @@ def measure(trial: Trial, lr: float, runs: _Runs, *, learn: bool) -> Record:
             if not made:
                 raise SystemExit("the function has not called the optimizer factory that it was given")
             if learn:
-                scales.append({name: s for optimizer in made for name, s in optimizer.scales().items()})
+                scales.append(_scales(made))
             if not math.isfinite(losses[-1]):
                 break  # what has diverged does not come back
             start = time.perf_counter()
@@ -205,7 +207,7 @@ def measure(trial: Trial, lr: float, runs: _Runs, *, learn: bool) -> Record:
     names = list(scales[-1]) if scales else []
     return {
         "method": f"Mechanic({trial.base.__name__})" if learn else trial.base.__name__,
-        "lr": lr,
+        "lr": rate,
         "steps": len(losses),
         "seconds": sum(seconds),
         "seconds_per_step": statistics.median(seconds),
@@ -218,6 +220,22 @@ def measure(trial: Trial, lr: float, runs: _Runs, *, learn: bool) -> Record:
             **{f"scale {name}": thinned([s.get(name, 0.0) for s in scales]) for name in names},
         },
     }
+
+
+def _at_rate(params: Any, factor: float) -> Any:
+    """Parameters, or groups of them with their learning rates times a factor."""
+    if isinstance(params, torch.Tensor):
+        return params
+    given = list(params)
+    return [{**g, "lr": factor * g["lr"]} if isinstance(g, dict) and g.get("lr") is not None else g for g in given]
+
+
+def _scales(made: list[Any]) -> dict[str, float]:
+    """What every tuner has learned so far; of several optimizers, each tuner with their number."""
+    by_optimizer = [optimizer.scales() for optimizer in made]
+    if len(made) == 1:
+        return dict(by_optimizer[0])
+    return {f"{number} {name}": s for number, each in enumerate(by_optimizer) for name, s in each.items()}
 
 
 def _yields(train: Train, make_optimizer: Callable[..., Optimizer]) -> Iterator[Any]:

@@ -126,7 +126,7 @@ def steps_to(record: Record, loss: float | None) -> int | None:
     if loss is None or len(curve["train_loss"]) < width:
         return None
     means = smooth(curve["train_loss"], width)
-    low = np.flatnonzero(means <= loss * (1 + 1e-4))  # recorded with five digits
+    low = np.flatnonzero(means <= loss + 1e-4 * abs(loss))  # recorded with five digits
     return round(curve["step"][low[0] + width - 1]) if len(low) else None
 
 

@@ -99,6 +99,11 @@ def release(
         raise ValueError(f"this state holds {len(found)} Mechanics; pass the state of the one to release")
     mechanic_state = found[0]
     _refuse_unlearned(mechanic_state)
+    if any(jnp.ndim(scale) for scale in mechanic_state.scale.values()):
+        raise ValueError(
+            "the state is of several runs, made under vmap, and each has its own S; release them one by one, for "
+            "example with jax.tree.map(lambda leaf: leaf[0], state)"
+        )
     if not callable(labels):
         refuse_other_labels(mechanic_state, names_of(labels))
     factors = {name: scale / mechanic_state.peak_lr for name, scale in mechanic_state.scale.items()}
@@ -126,5 +131,8 @@ def _refuse_unlearned(state: MechanicState) -> None:
     scales = state.scale.values()
     if any(isinstance(scale, jax.core.Tracer) for scale in scales):
         return  # under jit the values are not known
-    if not all((jnp.asarray(scale) > 0).all() for scale in scales):
+    unlearned = sum(not (jnp.asarray(scale) > 0).all() for scale in scales)
+    # A tuner may have had nothing to train, as all of its parameters are masked.
+    idle = 0 if state.tuner is None else int(jnp.sum(jnp.all(state.tuner.steps == 0, -1)))
+    if unlearned == len(scales) or unlearned > idle:
         raise ValueError(f"nothing has been learned yet, the scales are {state.scale}; take some steps first")

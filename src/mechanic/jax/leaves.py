@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mechanic.jax.refusals import leaves_like, refuse_other_blocks, refuse_other_params, refuse_untrainable
+from mechanic.jax.refusals import (
+    leaves_like,
+    refuse_other_blocks,
+    refuse_other_params,
+    refuse_other_precision,
+    refuse_untrainable,
+)
 from mechanic.jax.rounding import is_half_precision, update_towards, value_of
 from mechanic.jax.state import MechanicState, PyTree, flatten
 from mechanic.jax.storage import decode
@@ -37,6 +43,7 @@ class Leaves:
         params = jax.tree.map(jnp.asarray, params)
         refuse_untrainable(params)
         refuse_other_params(state, params)
+        refuse_other_precision(state, params)
         stored, treedef = flatten(params)
         names, rows = rows_of(labels, params)
         residuals = _where(state.residual, [is_half_precision(p.dtype) for p in stored])

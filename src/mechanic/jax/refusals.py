@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mechanic.config import TunerConfig
+from mechanic.jax.rounding import is_half_precision
 from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import scales_shape
 
@@ -77,6 +78,18 @@ def refuse_other_params(state: MechanicState, params: PyTree) -> None:
         if leaf.shape != jnp.shape(delta):
             raise ValueError(
                 f"{_name(path)} has shape {leaf.shape}, but it had {jnp.shape(delta)} when the state was made; {again}"
+            )
+
+
+def refuse_other_precision(state: MechanicState, params: PyTree) -> None:
+    """Raise where a parameter was cast to half precision, or from it, since the state was made."""
+    treedef: Any = jax.tree.structure(params)
+    kept = [None] * treedef.num_leaves if state.residual is None else treedef.flatten_up_to(state.residual)
+    for (path, leaf), residual in zip(jax.tree.leaves_with_path(params), kept, strict=True):
+        if is_half_precision(leaf.dtype) != (residual is not None):
+            raise ValueError(
+                f"{_name(path)} is {leaf.dtype}, but it was {'not ' if residual is None else ''}in half precision when "
+                "the state was made; cast parameters before optimizer.init, not after it"
             )
 
 

@@ -97,6 +97,8 @@ def mechanize(
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
     refuse_peak_lr(peak_lr)
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"schedule must be the schedule inside the base, a function of the step, got {schedule!r}")
     choice = name_of_choice(delta)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
