@@ -362,6 +362,28 @@ print(type(optimizer).__name__, type(optimizer.inner).__name__, len(optimizer.pa
     assert "no optimizer that Mechanic could wrap" in found.err
 
 
+def test_what_is_set_on_the_optimizer_reaches_it_and_steps_beside_it_are_told(small):
+    small.write_text("""
+import torch, warnings
+warnings.simplefilter("default")
+class Own(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.boost = 1.0
+    def step_boosted(self):
+        print(self.boost)
+        self.step()
+x = torch.ones(2, requires_grad=True)
+optimizer = Own([x])
+optimizer.boost = 5.0
+x.sum().backward()
+optimizer.step_boosted()
+""")
+    found = run_small(small)
+    assert found.out == "5.0\n"
+    assert "the script made no step with what was wrapped, so nothing was tuned" in found.err
+
+
 def test_hooks_of_the_script_run_once_per_step(small):
     small.write_text(
         SMALL

@@ -22,6 +22,13 @@ class Disguised(Mechanic[Any]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_of_base = not name.startswith("_") and name in vars(self.base) and not hasattr(Mechanic, name)
+        if is_of_base:
+            setattr(self.base, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # pickle refuses an object that gives another class than its own, and copies are not watched.
         return _restored, (self.__getstate__(),)

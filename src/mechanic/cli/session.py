@@ -70,7 +70,9 @@ class Session:
             if self._log is not None:
                 where = os.path.relpath(self._log.path)
                 self._say(f"the learned rates of every {self.settings.every} steps are in {where}")
-        elif even_if_nothing and not self.watched and not self.has_spawned:
+        elif even_if_nothing and self.watched and not self.has_spawned:
+            self._say("the script made no step with what was wrapped, so nothing was tuned")
+        elif even_if_nothing and not self.has_spawned:
             kind = "optimizer that Mechanic could wrap" if self.left else "PyTorch optimizer"
             self._say(f"the script built no {kind}, so nothing was tuned")
 
