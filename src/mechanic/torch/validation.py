@@ -141,8 +141,8 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         for key in (PEAK_LR, FROZEN):
             value = saved.get(key, 1.0)
             is_number = _is_number(value) and not isinstance(value, bool) and math.isfinite(value)
-            is_idle = key == FROZEN and value == scale_of(saved) == 0  # of a tuner that had nothing to train
-            if not (is_number and (value > 0 or is_idle)):
+            least_is_0 = key == FROZEN and not scale_of(saved)  # a tuner that had nothing to train
+            if not is_number or value < 0 or (value == 0 and not least_is_0):
                 raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
         if not (_is_number(lr := saved.get(LAST_LR, 0.0)) and math.isfinite(lr)):
             raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
