@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from mechanic.torch import Mechanic, layer_groups
+from mechanic.torch import Mechanic
 from mechanic.torch.probe import is_linear_in_lr
 from tests.torch.bases import BY_NAME, Base, every_base
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
@@ -144,20 +144,6 @@ def test_nothing_learned_cannot_be_frozen():
     optimizer = Mechanic(torch.optim.AdamW(mlp().parameters(), lr=1.0))
     with pytest.raises(ValueError, match=r"nothing has been learned yet, the scales are \{'default': 0\.0\}"):
         optimizer.freeze()
-
-
-def test_a_tuner_that_has_nothing_to_train_does_not_keep_the_others_from_being_frozen():
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer, twin = (Mechanic(torch.optim.AdamW(layer_groups(model), lr=1.0)) for _ in range(2))
-    train(model, optimizer, 5)
-    with pytest.warns(UserWarning, match="no parameter of the tuner '0' has been trained, so its learning rate is 0"):
-        optimizer.freeze()
-    learned = optimizer.scales()
-    assert learned["0"] == 0 < learned["2"]
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert twin.scales() == learned
-    assert [group["lr"] for group in optimizer.release().param_groups] == [0, learned["2"]]
 
 
 def test_an_observation_is_dropped():

@@ -13,7 +13,6 @@ from mechanic.torch.layout import DELTA, DELTA_SCALES, FROZEN, PEAK_LR, RESIDUAL
 from mechanic.torch.probe import is_linear_in_lr
 from mechanic.torch.step import sum_by_tuner
 from mechanic.torch.stored import parts_of
-from mechanic.torch.warn import warn_user
 from mechanic.torch.wrapped import BaseT, Wrapped
 from mechanic.tuner import total_scale
 
@@ -25,18 +24,11 @@ def freeze(wrapped: Wrapped[Any]) -> None:
             f"{type(wrapped.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
             "without Delta; keep tuning"
         )
-    scales, sharing = wrapped.scales(), wrapped.by_tuner()
-    state = wrapped.base.state
-    moved = {name for name, groups in sharing.items() if any(DELTA in state.get(p, ()) for p in params_of(groups))}
-    if not moved or not all(scales[name] > 0 for name in moved):
+    scales = wrapped.scales()
+    if not all(scale > 0 for scale in scales.values()):
         raise ValueError(f"nothing has been learned yet, the scales are {scales}; take some steps first")
-    if idle := sorted(sharing.keys() - moved):
-        warn_user(
-            f"no parameter of the tuner {', '.join(map(repr, idle))} has been trained, so its learning rate is 0 from "
-            "now on, also if the parameters train later"
-        )
-    for name, groups in sharing.items():
-        for group in groups:
+    for name, sharing in wrapped.by_tuner().items():
+        for group in sharing:
             group[FROZEN] = scales[name]
     wrapped.observed = None
     for p in params_of(wrapped.groups):

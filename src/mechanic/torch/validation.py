@@ -28,7 +28,6 @@ from mechanic.torch.layout import (
 )
 from mechanic.torch.probe import Shapes
 from mechanic.torch.shards import is_dtensor, locals_of
-from mechanic.torch.tuners import scale_of
 from mechanic.tuner import TunerState
 
 
@@ -140,9 +139,7 @@ def _check_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         _whole_number(f"{where}['mechanic_skipped']", saved.get(SKIPPED, 0))
         for key in (PEAK_LR, FROZEN):
             value = saved.get(key, 1.0)
-            is_number = _is_number(value) and not isinstance(value, bool) and math.isfinite(value)
-            least_is_0 = key == FROZEN and not scale_of(saved)  # a tuner that had nothing to train
-            if not is_number or value < 0 or (value == 0 and not least_is_0):
+            if isinstance(value, bool) or not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{where}[{key!r}] must be a positive number, got {value!r}")
         if not (_is_number(lr := saved.get(LAST_LR, 0.0)) and math.isfinite(lr)):
             raise ValueError(f"{where}['mechanic_lr'] must be a finite number, got {lr!r}")
