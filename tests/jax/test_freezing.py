@@ -106,21 +106,6 @@ def test_nothing_can_be_kept_before_anything_was_learned():
         release(optax.sgd(1.0), state)
 
 
-def test_a_label_with_nothing_to_train_does_not_keep_the_others_from_being_frozen():
-    params = {"body": jnp.ones(3), "head": jnp.ones(2)}
-    inner = mechanize(optax.sgd(1.0), labels={"body": "slow", "head": "fast"})
-    optimizer = optax.selective_transform(inner, freeze_mask={"body": True, "head": False})
-    state = optimizer.init(params)
-    with pytest.raises(ValueError, match="nothing has been learned yet"):
-        freeze(state)
-    for _ in range(3):
-        updates, state = optimizer.update(params, state, params)
-        params = optax.apply_updates(params, updates)
-    learned_scales = scales(state)
-    assert learned_scales["slow"] == 0 < learned_scales["fast"]
-    assert scales(freeze(state)) == learned_scales
-
-
 def test_runs_under_vmap_are_released_one_by_one():
     optimizer = mechanize(optax.sgd(1.0))
     params = jnp.ones((2, 3)) * jnp.array([[1.0], [2.0]])

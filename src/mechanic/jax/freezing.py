@@ -131,8 +131,5 @@ def _refuse_unlearned(state: MechanicState) -> None:
     scales = state.scale.values()
     if any(isinstance(scale, jax.core.Tracer) for scale in scales):
         return  # under jit the values are not known
-    unlearned = sum(not (jnp.asarray(scale) > 0).all() for scale in scales)
-    # A tuner may have had nothing to train, as all of its parameters are masked.
-    idle = 0 if state.tuner is None else int(jnp.sum(jnp.all(state.tuner.steps == 0, -1)))
-    if unlearned == len(scales) or unlearned > idle:
+    if not all((jnp.asarray(scale) > 0).all() for scale in scales):
         raise ValueError(f"nothing has been learned yet, the scales are {state.scale}; take some steps first")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax.tree_util import GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey
 
 from mechanic.jax.state import PyTree
 
@@ -26,6 +26,7 @@ _EMBEDDING = re.compile(r"embed|^(pos|position|positions|token|tokens|wte|wpe)$"
 _EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)
 _INTO_HEADS = re.compile(r"^(query|key|value|q|k|v)(_proj)?$")  # [features, heads, head_dim], as Flax has them
 _OUT_OF_HEADS = re.compile(r"^(out|o)(_proj)?$")  # [heads, head_dim, features]
+_VALUES = (GetAttrKey("value"), GetAttrKey("raw_value"))
 
 
 def roles(params: PyTree, overrides: Mapping[str, str] | None = None) -> PyTree:
@@ -170,8 +171,6 @@ def _dimension_numbers(matrices: PyTree) -> PyTree:
 
 
 def _name(path: Any) -> str:
-    # A parameter of Flax nnx is a node with one leaf, its value. In a module of attributes it would be a name.
-    *above, last = path or (None,)
-    if above and isinstance(last, GetAttrKey) and last.name in ("value", "raw_value"):
-        path = above if not isinstance(above[-1], GetAttrKey) else path
-    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    """Without the last key of a parameter of Flax nnx: in its states, dicts hold variables, and these a ``value``."""
+    is_variable = len(path) > 1 and isinstance(path[-2], DictKey) and path[-1] in _VALUES
+    return jax.tree_util.keystr(path[:-1] if is_variable else path, simple=True, separator=".")
