@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.suite.contenders import (
     BASES,
+    BY_ROLE,
     CHANGES,
     CONTENDERS,
     FLAT,
@@ -32,6 +33,7 @@ from benchmarks.suite.tasks import (
     FEW,
     FINE_TUNING,
     GPT,
+    GPT_WIDTHS,
     HARD,
     IMAGES,
     LANGUAGE,
@@ -99,8 +101,11 @@ SUITES |= {
     "long": _product(LONG, _named("mechanic sgd", "mechanic adamw", "variant before", bases=_BOTH)),
     "towards-start": _product([*IMAGES[2:], GPT], _named("towards start")),
     "storages": _product(CPU, [*STORED, *_named("mechanic sgd", "mechanic adamw", bases=_BOTH)]),
-    "muon": _product([*LANGUAGE, *FINE_TUNING, IMAGES[3]], [*_ADAMW, *MUON, MUON_PLANE]),
-    "muon-widths": _product(MUON_WIDTHS, [*_ADAMW, *MUON, MUON_PLANE]),
+    "muon": _product([*LANGUAGE, FINE_TUNING[0], FINE_TUNING[-1], IMAGES[3]], [*_ADAMW, *MUON, MUON_PLANE]),
+    "muon-widths": [
+        *_product(GPT_WIDTHS, _ADAMW),
+        *_product(MUON_WIDTHS, [CONTENDERS["mechanic muon / one"], CONTENDERS[BY_ROLE], MUON_PLANE]),
+    ],
 }
 
 

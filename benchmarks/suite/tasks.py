@@ -228,8 +228,8 @@ def _gpt_of(width: int, layers: int) -> Task:
     return replace(GPT, name=f"{GPT.name}-width{width}-layers{layers}", model=model, seconds=seconds)
 
 
-MUON_WIDTHS = [*(_gpt_of(width, layers) for layers in (2, 4) for width in (32, 64, 128, 256)), *WIDTHS[1:]]
-MUON_WIDTHS.append(_of_width(256))
+GPT_WIDTHS = [_gpt_of(width, layers) for layers, widths in ((2, (32, 64, 128, 256)), (4, (32, 64))) for width in widths]
+MUON_WIDTHS = [*GPT_WIDTHS, *WIDTHS[1:], _of_width(256)]
 
 # Scaled so that an empty bin is -1, the noise of the classes in a batch drowns all else: no tuner gets off the ground.
 HARD = [_convex("cifar100_histograms", 128, 100, suffix="-centred")]
