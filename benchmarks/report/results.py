@@ -104,11 +104,16 @@ class Results:
 
     @functools.cache  # noqa: B019
     def initial(self, task: str, key: str) -> float:
-        """In the mean of the seeds, however many runs each has."""
+        """In the mean of the seeds, however many runs each has.
+
+        Of the bare base optimizers, where there are any: methods that average recompute the statistics of batch norms.
+        """
+        found = [run for run, record in self.records.items() if run.task == task and record["curve"].get(key)]
+        bare = [run for run in found if run.contender in BASES]
         by_seed: dict[int, list[float]] = defaultdict(list)
-        for run, record in self.records.items():
-            if run.task == task and run.seed < SEEDS and record["curve"].get(key):
-                by_seed[run.seed].append(record["curve"][key][0])
+        for run in bare or found:
+            if run.seed < SEEDS:
+                by_seed[run.seed].append(self.records[run]["curve"][key][0])
         return statistics.mean(map(statistics.mean, by_seed.values()))
 
     def family(self, name: str, key: str = "train_loss") -> dict[tuple[str, str], float]:

@@ -43,3 +43,10 @@ def test_one_seed_has_no_spread():
     base = grid(TASKS[0], [0.0])
     assert rows_of(tables.per_task(results_of(*base, ours[0])))[TASKS[0]][1] == "10.0"
     assert rows_of(tables.per_task(results_of(*base, *ours)))[TASKS[0]][1] == "15.0 ± 5.0"
+
+
+def test_other_methods_do_not_change_the_initial_loss():
+    other = record(TASKS[0], "schedule-free adamw", 1.0, falling(0.5, 1))
+    other["curve"]["train_loss"][0] = 2.0  # statistics of batch norms that were recomputed
+    found = results_of(*grid(TASKS[0], [0.0]), other)
+    assert found.initial(TASKS[0], "train_loss") == 1.0
