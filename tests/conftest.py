@@ -38,6 +38,7 @@ UNMEASURED = (
     "tests/jax/test_examples.py",
     "tests/jax/test_lr_is_a_shape.py",
     "tests/jax/test_muon.py",
+    "tests/jax/test_resume.py",
     "tests/shared/test_docs.py",
     "tests/shared/test_readme.py",
     "tests/torch/test_bad_numbers.py",
@@ -51,8 +52,14 @@ UNMEASURED = (
     "tests/torch/test_lr_is_a_shape.py",
     "tests/torch/test_no_sync.py",
     "tests/torch/test_parallel.py",
+    "tests/torch/test_muon_parallel.py",
+    "tests/torch/test_parallel_half.py",
+    "tests/torch/test_parallel_storage.py",
     "tests/torch/test_reference_values.py",
+    "tests/torch/test_resume.py",
     "tests/torch/test_torchrun.py",
+    "tests/torch/test_whole_lists.py",
+    "tests/torch/triton/test_stored.py",
 )
 BY_HAND = "tests/cli/test_run.py::test_a_script_trains_as_if_it_were_wrapped_by_hand_to_the_last_bit"
 MEASURED = {

@@ -132,4 +132,7 @@ def _refuse_unlearned(state: MechanicState) -> None:
     if any(isinstance(scale, jax.core.Tracer) for scale in scales):
         return  # under jit the values are not known
     if not all((jnp.asarray(scale) > 0).all() for scale in scales):
-        raise ValueError(f"nothing has been learned yet, the scales are {state.scale}; take some steps first")
+        raise ValueError(
+            f"nothing has been learned yet, the scales are {state.scale}; take some steps first, and use no label of "
+            "which nothing is trained"
+        )

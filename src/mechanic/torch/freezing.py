@@ -26,7 +26,10 @@ def freeze(wrapped: Wrapped[Any]) -> None:
         )
     scales = wrapped.scales()
     if not all(scale > 0 for scale in scales.values()):
-        raise ValueError(f"nothing has been learned yet, the scales are {scales}; take some steps first")
+        raise ValueError(
+            f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer no "
+            "group or layer of which nothing is trained"
+        )
     for name, sharing in wrapped.by_tuner().items():
         for group in sharing:
             group[FROZEN] = scales[name]
