@@ -44,7 +44,7 @@ MINUTES ?= 30
 campaign:
 	MECHANIC_CAMPAIGN_MINUTES=$(MINUTES) $(BIN)/pytest -m slow --capture=no --quiet tests/campaign
 
-# All that needs a GPU to be known: times, memory, and whether the kernels are right. See docs/gpu.md.
+# All that needs a GPU to be known: times and memory. See docs/gpu.md.
 gpu:
 	$(BIN)/python -m benchmarks.speed.on_gpu
 

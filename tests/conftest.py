@@ -48,7 +48,6 @@ UNMEASURED = (
     "tests/torch/test_half_precision.py",
     "tests/torch/test_hostile_checkpoints.py",
     "tests/torch/test_kills.py",
-    "tests/torch/test_lending.py",
     "tests/torch/test_lr_is_a_shape.py",
     "tests/torch/test_muon_parallel.py",
     "tests/torch/test_no_sync.py",
@@ -58,8 +57,6 @@ UNMEASURED = (
     "tests/torch/test_reference_values.py",
     "tests/torch/test_resume.py",
     "tests/torch/test_torchrun.py",
-    "tests/torch/test_whole_lists.py",
-    "tests/torch/triton/test_stored.py",
 )
 BY_HAND = "tests/cli/test_run.py::test_a_script_trains_as_if_it_were_wrapped_by_hand_to_the_last_bit"
 MEASURED = {
@@ -78,7 +75,6 @@ OLD_TORCH_LACKS = {
     "tests/torch/test_torchrun.py": NO_FSDP2,
     "tests/torch/test_step_in_backward.py::test_sharded_parameters": NO_FSDP2,
     "tests/torch/test_kills.py::test_a_few_kills_leave_no_trace[fsdp2": NO_FSDP2,
-    "tests/torch/test_private.py::test_set_local_tensor": "its DTensor warns of CPUs",
     "[SequentialLR-AdamW-tensor-lr": "its SequentialLR changes the first learning rate if that is a tensor",
     "test_a_parameter_without_state_is_one_that_never_had_a_gradient[Adagrad]": NO_LATE_STATE,
     "test_torch_campaign.py::test_promises_hold_in_sequences_of_a_fixed_seed[Adagrad]": NO_LATE_STATE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import torch
@@ -95,7 +96,7 @@ def never_unscaled(contender: Contender) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.run(scale=2.0**24)
-    told = [str(warning.message) for warning in caught if "finite" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if re.search("finite|NaN or inf", str(warning.message))]
     if not is_finite(training.values()):
         return right_if(False, "parameters are not finite")
     return right_if(bool(told), f"warns: {told[0]}" if told else "nothing is learned, and nothing tells so")

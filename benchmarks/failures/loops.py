@@ -250,7 +250,7 @@ def _fail_and_retry(contender: Contender, at: float) -> Outcome:
         raise AssertionError("no error was injected")
     moved = largest_difference(training.values(), before)
     if not moved <= 1e-6:
-        verdict = WARNED if re.search("part of a step|half-way|partly", said) else WRONG
+        verdict = WARNED if re.search("have made their step|half-way|partly", said) else WRONG
         return Outcome(verdict, f"after the error parameters are off by up to {moved:.2g}")
     training.optimizer.step()
     return keeps_up_with_undisturbed(training.run(STEPS - 101, first=101), contender)

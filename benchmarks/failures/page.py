@@ -14,8 +14,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 LIMITS = {
     "one gradient × 1e6": "S halves for several steps, which takes the parameters back towards their start, and needs "
     "a thousand steps or more to grow again. A warning says so. `clip_grad_norm_` prevents it, as the next row shows.",
-    "update fails half-way": "what AdamW added to Δ before it failed stays there, so parameters have moved by part of "
-    "a step, as those of bare AdamW have. A note below the traceback says so. Training goes on from there.",
+    **dict.fromkeys(
+        ("checkpoint with NaN", "checkpoint with a wrong shape", "checkpoint with an entry missing"),
+        "Mechanic checks its own entries. The base's state is loaded as torch loads it, unchecked.",
+    ),
 }
 SYMBOLS = {RIGHT: "✓", REFUSED: "refused", WARNED: "warned", RAISES: "raises", WRONG: "**wrong**", NOT_APPLICABLE: "–"}
 INTRODUCTION = """\

@@ -12,7 +12,7 @@ Calls, bytes and host reads need no assumption about kernels. Launches do; nothi
   These are the constants of ``ATen/native/cuda/MultiTensorApply.cuh`` in torch 2.13.
 - A list operator takes one launch per tensor instead if its lists differ in shapes, strides or dtypes, or hold tensors
   with gaps. A copy between lists may change the dtype. ``addcmul`` also takes 0-dim tensors for one factor (in torch
-  since January 2026, pull request 172731; :data:`OLD_TORCH` counts without).
+  since January 2026, pull request 172731).
 - ``_foreach_norm`` ends with one launch per 400 tensors (3,200 with CUDA 13) and begins with two fills.
 - ``dot`` is two kernels of cuBLAS. ``cat`` and ``stack`` take 128 tensors per launch.
 
@@ -50,13 +50,11 @@ class Limits:
     tensors_with_numbers: tuple[int, ...]  # the same, with one number per tensor
     chunks: int
     norms: int  # tensors per closing launch of _foreach_norm
-    zero_dim_factors: bool = True  # addcmul takes them in one launch
 
 
 CUDA_13 = Limits((770, 448, 336, 252, 210), (672, 448, 336, 252, 210), 2_240, 3_200)
 CUDA_12 = Limits((110, 64, 48, 36, 30), (96, 64, 48, 36, 30), 320, 400)
-OLD_TORCH = Limits(CUDA_12.tensors, CUDA_12.tensors_with_numbers, CUDA_12.chunks, CUDA_12.norms, zero_dim_factors=False)
-LIMITS = (CUDA_12, CUDA_13, OLD_TORCH)
+LIMITS = (CUDA_12, CUDA_13)
 
 DEVICE = "meta"
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -215,7 +213,7 @@ class Call:
             return _launches_of_list(lists[0], len(lists) - has_steps, limits.tensors, limits.chunks)
         if not self.name.startswith(("_foreach", "_amp_foreach")):
             return KERNELS.get(self.name, 1)
-        if not self._takes_whole_lists(lists, limits):
+        if not self._takes_whole_lists(lists):
             return len(lists[0])
         if self.name in ("_foreach_norm", "_foreach_powsum"):
             reduced = _launches_of_list(lists[0], 1, limits.tensors, limits.chunks)
@@ -225,7 +223,7 @@ class Call:
         tensors = limits.tensors_with_numbers if has_numbers else limits.tensors
         return _launches_of_list(lists[0], depth, tensors, limits.chunks)
 
-    def _takes_whole_lists(self, lists: list[Sequence[Tensor]], limits: Limits) -> bool:
+    def _takes_whole_lists(self, lists: list[Sequence[Tensor]]) -> bool:
         dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
         factor = next((value for value in self.args if isinstance(value, Tensor)), None)  # one for all tensors
         if factor is not None:
@@ -234,7 +232,7 @@ class Call:
             all(len(one) == 1 for one in dtypes) if self.name == "_foreach_copy_" else len(set.union(*dtypes)) == 1
         ):
             return False
-        if self.name.startswith("_foreach_addcmul") and limits.zero_dim_factors and not _are_alike(lists):
+        if self.name.startswith("_foreach_addcmul") and not _are_alike(lists):
             lists = [lists[0], *(tensors for tensors in lists[1:] if any(t.ndim for t in tensors))]
         return _are_alike(lists)
 

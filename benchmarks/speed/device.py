@@ -16,8 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGES = ["mechanic", "torch", "triton", "numpy", "prodigyopt", "dadaptation", "mechanic-pytorch", "schedulefree"]
-PACKAGES += ["pytorch-optimizer"]
+PACKAGES = ["mechanic", "torch", "numpy", "prodigyopt", "dadaptation", "mechanic-pytorch", "schedulefree"]
 WARM_UP = 3
 
 

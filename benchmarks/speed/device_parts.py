@@ -1,4 +1,4 @@
-"""What is measured on a GPU: steps, memory, training of a GPT with the shapes of GPT-2, and the replay of a graph."""
+"""What is measured on a GPU: steps, memory, and training of a GPT with the shapes of GPT-2."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
-from benchmarks.speed.agreement import using
 from benchmarks.speed.contenders import CONTENDERS
-from benchmarks.speed.device import WARM_UP, Device
+from benchmarks.speed.device import Device
 from benchmarks.suite.models import GPT
-from mechanic.torch import Mechanic
 
-STEPS = ["AdamW fused", "AdamW foreach", "SGD momentum", "Mechanic(AdamW)", "Mechanic(AdamW), on copies"]
-STEPS += ["Mechanic(AdamW foreach)", "Mechanic(SGD)"]
+STEPS = ["AdamW fused", "AdamW foreach", "SGD momentum", "Mechanic(AdamW)", "Mechanic(AdamW foreach)", "Mechanic(SGD)"]
 PEERS = ["mechanic-pytorch AdamW", "D-Adaptation", "Prodigy", "Schedule-Free"]
 IN_HALF = ["AdamW fused", "Mechanic(AdamW)"]
 TRAINED = ["AdamW fused", "Mechanic(AdamW)", *PEERS]
@@ -39,17 +35,15 @@ def gpt(device: Device) -> GPT:
 def steps(device: Device) -> list[dict[str, Any]]:
     """Every optimizer's step on tensors with random gradients, and the bytes per parameter that it takes."""
     shapes = [tuple(p.shape) for p in gpt(device).parameters()]
-    rows = [(name, torch.float32, "") for name in [*STEPS, *PEERS]]
-    rows += [("Mechanic(AdamW)", torch.float32, "eager"), *((name, torch.bfloat16, "") for name in IN_HALF)]
     found = []
-    for name, dtype, kernels in rows:
-        about = {"contender": name, "dtype": str(dtype).removeprefix("torch."), "kernels": kernels}
-        found.append(about | _tried(lambda: _step(device, name, dtype, kernels, shapes)))  # noqa: B023 called at once
+    for name, dtype in [*((n, torch.float32) for n in [*STEPS, *PEERS]), *((n, torch.bfloat16) for n in IN_HALF)]:
+        about = {"contender": name, "dtype": str(dtype).removeprefix("torch.")}
+        found.append(about | _tried(functools.partial(_step, device, name, dtype, shapes)))
         _clean(device)
     return found
 
 
-def _step(device: Device, name: str, dtype: torch.dtype, kernels: str, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+def _step(device: Device, name: str, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": dtype, "device": device.torch_device}
     params: list[Tensor] = [torch.nn.Parameter(0.02 * torch.randn(shape, **options)) for shape in shapes]
@@ -57,18 +51,10 @@ def _step(device: Device, name: str, dtype: torch.dtype, kernels: str, shapes: l
         p.grad = 0.01 * torch.randn_like(p)
     before, elements = device.allocated(), sum(p.numel() for p in params)
     optimizer = _built(name, params)
-
-    def run() -> None:
-        if kernels:
-            with using(kernels):
-                optimizer.step()
-        else:
-            optimizer.step()
-
-    times: dict[str, Any] = device.times(run)
+    times: dict[str, Any] = device.times(optimizer.step)
     kept = device.allocated()
     with device.peak() as peak:
-        run()
+        optimizer.step()
     if peak:
         kept_bytes, passing_bytes = (round(size / elements, 2) for size in (kept - before, peak[0] - kept))
         times |= {"kept_bytes": kept_bytes, "passing_bytes": passing_bytes}
@@ -103,58 +89,6 @@ def _train(device: Device, name: str) -> dict[str, Any]:
         run()
     of_memory = {"peak_gb": round(peak[0] / 1e9, 3)} if peak else {}
     return {"tokens": batch * length, "parameters": sum(p.numel() for p in model.parameters()), **times, **of_memory}
-
-
-def graph(device: Device) -> dict[str, Any]:
-    """Replays of a captured step against plain steps: the time, and whether they move the parameters alike.
-
-    The learning rate changes between replays, as with a scheduler.
-    """
-    if not device.is_gpu:
-        return {"skipped": "CUDA graphs need a GPU"}
-    shapes = [tuple(p.shape) for p in gpt(device).parameters()]
-    rates, params, optimizers = [], [], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        own: list[Tensor] = [torch.nn.Parameter(0.02 * torch.randn(s, device=device.torch_device)) for s in shapes]
-        for p in own:
-            p.grad = 0.01 * torch.randn_like(p)
-        lr = torch.tensor(1.0, device=device.torch_device)
-        rates.append(lr)
-        params.append(own)
-        optimizers.append(Mechanic(AdamW(own, lr=lr, fused=True, capturable=True)))
-    plain, captured = optimizers
-    for _ in range(WARM_UP):
-        plain.step()
-    device.wait()
-    stream = torch.cuda.Stream(device.torch_device)
-    stream.wait_stream(torch.cuda.current_stream(device.torch_device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            captured.step()
-    torch.cuda.current_stream(device.torch_device).wait_stream(stream)
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded):
-        captured.step()
-    for number in range(5):
-        for p, q in zip(*params, strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            p.grad.normal_()
-            q.grad.copy_(p.grad)
-        for lr in rates:
-            lr.fill_(1.0 - 0.15 * number)
-        plain.step()
-        recorded.replay()
-    pairs = zip(*params, strict=True)
-    difference = max(((p - q).abs().max() / p.abs().max()).item() for p, q in pairs if p.numel())
-    scales = [optimizer.scales()["default"] for optimizer in optimizers]
-    return {
-        "difference": difference,
-        "agree": difference <= 1e-4 and abs(scales[0] - scales[1]) <= 1e-4 * abs(scales[0]),
-        "plain": device.times(plain.step),
-        "replay": device.times(recorded.replay),
-    }
 
 
 def _built(name: str, params: list[Tensor]) -> Any:

@@ -10,11 +10,9 @@ Record = dict[str, Any]
 def tables(record: Record) -> str:
     about = record["about"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    lines = [f"{about['device']}; {versions}; medians of {about['rounds']}; kernels: {about['kernels']}"]
+    lines = [f"{about['device']}; {versions}; medians of {about['rounds']}"]
     if about["tiny"]:
         lines += ["", "**Tiny mode: this tries the command. The figures mean nothing.**"]
-    lines += ["", "| Triton's kernels against the eager step | | largest difference |", "|---|---|---|"]
-    lines += [f"| {row['base']} | {row['way']} | {_difference(row)} |" for row in record["agreement"]]
     for dtype in ("float32", "bfloat16"):
         lines += _steps([row for row in record["steps"] if row["dtype"] == dtype], dtype)
     lines += ["", "| training step | ms | over AdamW fused | peak, GB |", "|---|---|---|---|"]
@@ -22,12 +20,7 @@ def tables(record: Record) -> str:
     for row in record["training"]:
         said = [_said(row, "ms"), _ratio(row, bare), str(row.get("peak_gb", ""))]
         lines.append(f"| {row['contender']} | {' | '.join(said)} |")
-    graph = record["graph"]
-    if "plain" not in graph:
-        return "\n".join([*lines, "", f"CUDA graph: {_said(graph, 'replay')}"])
-    lines += ["", "| CUDA graph, Mechanic(AdamW) | ms | host ms |", "|---|---|---|"]
-    lines += [f"| {name} | {graph[name]['ms']} | {graph[name]['host_ms']} |" for name in ("plain", "replay")]
-    return "\n".join([*lines, "", f"Replays against plain steps: {_difference(graph)}"])
+    return "\n".join(lines)
 
 
 def _steps(rows: list[dict[str, Any]], dtype: str) -> list[str]:
@@ -35,10 +28,9 @@ def _steps(rows: list[dict[str, Any]], dtype: str) -> list[str]:
     lines = ["", f"| step, {dtype} | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     bare = next((row.get("ms") for row in rows if row["contender"] == "AdamW fused"), None)
     for row in rows:
-        name = row["contender"] + (f", {row['kernels']} kernels" if row["kernels"] else "")
         figures = [_said(row, "ms"), str(row.get("host_ms", "")), _ratio(row, bare)]
         figures += [str(row.get(key, "")) for key in ("kept_bytes", "passing_bytes")]
-        lines.append(f"| {name} | {' | '.join(figures)} |")
+        lines.append(f"| {row['contender']} | {' | '.join(figures)} |")
     return lines
 
 
@@ -52,7 +44,3 @@ def _said(row: dict[str, Any], key: str) -> str:
 
 def _ratio(row: dict[str, Any], bare: float | None) -> str:
     return f"{row['ms'] / bare:.2f}" if bare and "ms" in row else ""
-
-
-def _difference(row: dict[str, Any]) -> str:
-    return f"{row['difference']:.1e}{'' if row['agree'] else ', TOO FAR'}" if "agree" in row else _said(row, "agree")

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from benchmarks.speed.contenders import CONTENDERS
-from benchmarks.speed.counter import CUDA_12, CUDA_13, OLD_TORCH, Counter, count_step
+from benchmarks.speed.counter import CUDA_12, CUDA_13, Counter, count_step
 from mechanic.torch import Mechanic, Together
-from mechanic.torch.kernels import whole
 
 Shapes = list[tuple[int, ...]]
 
@@ -68,6 +66,10 @@ class Row:
     prepare: Callable[[Any], Any] = lambda optimizer: None
 
 
+class _Own(AdamW):
+    """Of a class that Mechanic does not know."""
+
+
 def _adamw(params: Any) -> AdamW:
     return AdamW(params, lr=1.0, fused=True)
 
@@ -108,9 +110,9 @@ ROWS = {
     "SGD momentum, fused": Row(CONTENDERS["SGD momentum"].build),
     "`Mechanic(AdamW fused)`": Row(lambda p: Mechanic(_adamw(p))),
     "`Mechanic(AdamW foreach)`": Row(CONTENDERS["Mechanic(AdamW foreach)"].build),
-    "`Mechanic(AdamW fused)`, on copies": Row(CONTENDERS["Mechanic(AdamW), on copies"].build),
+    "`Mechanic(own class of AdamW)`": Row(lambda p: Mechanic(_Own(p, lr=1.0, fused=True))),
     "`Mechanic(SGD momentum, fused)`": Row(CONTENDERS["Mechanic(SGD)"].build),
-    "`Mechanic(SGD nesterov)`, on copies": Row(
+    "`Mechanic(SGD nesterov, fused)`": Row(
         lambda p: Mechanic(SGD(p, lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True))
     ),
     "`Mechanic(AdamW fused)`, 2 tuners": Row(lambda p: Mechanic(_adamw(_in_groups(p, 2)), per_group=True)),
@@ -129,15 +131,11 @@ ROWS = {
     "Lion (pytorch_optimizer)": Row(_pytorch_optimizer("Lion")),
     "Schedule-Free AdamW (schedulefree)": Row(CONTENDERS["Schedule-Free"].build),
 }
-FIGURES = ["calls", "words", "host reads", "copies to the device", "launches, older torch"]
+FIGURES = ["calls", "words", "host reads", "copies to the device"]
 
 
-def count(name: str, model: str, *, old_torch: bool = False) -> Counter:
-    """Count a step; with ``old_torch`` that of a torch whose ``addcmul`` takes no 0-dim factors for whole lists."""
+def count(name: str, model: str) -> Counter:
     row = ROWS[name]
-    if old_torch:
-        with patch.object(whole, "TAKES_ZERO_DIM_FACTORS", False):
-            return count(name, model)
     with redirect_stdout(None):  # some peers print when they are built
         return count_step(row.build, MODELS[model], row.dtype, row.prepare)
 
@@ -151,7 +149,6 @@ def table(names: list[str], models: list[str]) -> str:
         first, elements = counted[0], sum(math.prod(shape) for shape in MODELS[models[0]])
         cells += [f"{first.calls.total():,}", f"{first.bytes / 4 / elements:.1f}", str(first.host_reads)]
         cells += [str(first.copies_to_device)]
-        cells += [f"{count(name, models[0], old_torch=True).launches_with(OLD_TORCH):,}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,14 +1,13 @@
 """Everything that needs a GPU to be known, in one command: ``make gpu``, or ``python -m benchmarks.speed.on_gpu``.
 
-The kernels against the eager step, times of steps, memory, training of a GPT of 124M parameters, and the replay of a
-CUDA graph. One record is written, and printed as tables; ``--report FILE`` prints one that was written earlier.
+Times of steps, memory, and training of a GPT of 124M parameters. One record is written, and printed as tables;
+``--report FILE`` prints one that was written earlier.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.speed import agreement, device_parts, device_report
+from benchmarks.speed import device_parts, device_report
 from benchmarks.speed.device import Device
 from benchmarks.suite import recordbook
 
@@ -29,29 +28,20 @@ NEEDS_A_GPU = (
 
 def measure(device: Device) -> dict[str, Any]:
     """The whole record."""
-    record: dict[str, Any] = {"about": {**device.about(), "kernels": agreement.kernels_in_use(device)}}
-    record["agreement"] = _said("Triton against the eager step", agreement.compare, device)
-    record["steps"] = _said("steps", device_parts.steps, device)
-    record["training"] = _said("training", device_parts.training, device)
-    try:
-        record["graph"] = _said("CUDA graph", device_parts.graph, device)
-    except Exception as error:  # the last part, and the rest is still of interest
-        record["graph"] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+    record: dict[str, Any] = {"about": device.about()}
+    for name, part in (("steps", device_parts.steps), ("training", device_parts.training)):
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        record[name] = part(device)
     return record
 
 
-def _said(part: str, run: Any, device: Device) -> Any:
-    print(f"{part} ...", file=sys.stderr, flush=True)
-    return run(device)
-
-
 def problems(record: dict[str, Any]) -> list[str]:
-    """What failed, or did not agree."""
-    rows = [*record["agreement"], *record["steps"], *record["training"], {"contender": "graph", **record["graph"]}]
+    """What failed."""
     return [
-        f"{row.get('base') or row['contender']} {row.get('way', '')}: {row.get('failed', 'the steps do not agree')}"
-        for row in rows
-        if "failed" in row or row.get("agree") is False
+        f"{part}, {row['contender']}: {row['failed']}"
+        for part in ("steps", "training")
+        for row in record[part]
+        if "failed" in row
     ]
 
 
@@ -72,7 +62,6 @@ def main() -> None:
     if on_cpu:
         if not arguments.tiny:
             raise SystemExit("a CPU is only for --tiny; python -m benchmarks.speed measures CPUs")
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch and the peers; failures are in the record
     torch.set_float32_matmul_precision("high")

@@ -25,8 +25,8 @@ from benchmarks.suite.measure import evaluate
 from benchmarks.suite.record import EVALUATED_AT, final
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.tasks import TASKS
-from mechanic.torch import Mechanic, bases
-from mechanic.torch.kernels import stored as kernels
+from mechanic.torch import Mechanic, lists
+from mechanic.torch import base as bases
 from tests.torch.bases import BY_NAME
 from tests.torch.half_precision import digits_batch, noisy_digits
 from tests.torch.memory import allocations
@@ -111,9 +111,9 @@ def print_half(steps=400):
     rows |= {f"bfloat16, Delta in int8, {n}": (build, torch.bfloat16, "int8") for n, build in low_bit_bases().items()}
     stochastically = "bfloat16, Delta in int8, parameters rounded stochastically"
     rows[stochastically] = rows["bfloat16, Delta in int8"]
-    residual = kernels.store_rounded
+    residual = lists.store_rounded
     for name, (build, dtype, delta) in rows.items():
-        kernels.store_rounded = store_stochastically if name == stochastically else residual
+        lists.store_rounded = store_stochastically if name == stochastically else residual
         losses = {part: [] for part in split}
         for seed in SEEDS:
             model = mlp(hidden=64, dtype=dtype, seed=seed)
@@ -134,7 +134,7 @@ def print_half(steps=400):
 
 
 def store_stochastically(values, params, residuals):
-    """In place of :func:`mechanic.torch.kernels.rounding.store_rounded`: the residuals stay 0."""
+    """In place of :func:`mechanic.torch.lists.store_rounded`: the residuals stay 0."""
     for value, p in zip(values, params, strict=True):
         bits = value.view(torch.int32) + torch.randint(1 << 16, value.shape, dtype=torch.int32, generator=RANDOM)
         p.copy_(bits.bitwise_and_(-(1 << 16)).view(torch.float32))
@@ -145,7 +145,7 @@ def print_state(steps=500):
     for name in ("SGD momentum", "AdamW", "Adam", "NAdam", "Adamax", "Adagrad"):
         losses = {}
         for dtype, known in ((torch.float32, set()), (torch.bfloat16, {BY_NAME[name].cls})):
-            bases._KNOWS_BFLOAT16 = known
+            bases._TAKES_BFLOAT16 = known
             losses[dtype] = []
             for seed in SEEDS[:2]:
                 model = mlp(hidden=16, dtype=torch.bfloat16)

@@ -59,12 +59,11 @@ def main() -> None:
     width = jax_left + jax_width + MARGIN
     torch, end_of_torch = column("mechanic.torch", MARGIN, 32, torch_width)
     jax, end_of_jax = column("mechanic.jax", jax_left, 32, jax_width)
-    kernels, end_of_kernels = column("mechanic.torch.kernels", jax_left, end_of_jax + 24, jax_width)
-    top = max(end_of_torch, end_of_kernels) + 4
+    top = max(end_of_torch, end_of_jax) + 4
     tuner = box("mechanic.tuner", first_sentence("mechanic.tuner"), MARGIN, top, width - 2 * MARGIN)
     start = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{top + LINE + MARGIN}'>"
     paper = "<rect width='100%' height='100%' fill='white'/>"
-    lines = [start, paper, *torch, *jax, *kernels, *tuner, "</svg>"]
+    lines = [start, paper, *torch, *jax, *tuner, "</svg>"]
     (ROOT / "docs/figures/map.svg").write_text("\n".join(lines) + "\n")
 
 

@@ -53,8 +53,7 @@ PROPERTIES = (
 
 
 @pytest.fixture
-def submission(monkeypatch):
-    monkeypatch.setenv("MECHANIC_KERNELS", "")  # put back after the test: the submission sets it
+def submission():
     return runner.load_submission()
 
 
@@ -98,10 +97,6 @@ def test_batch_sizes_are_of_algoperfs_workloads_and_variants_fall_back(submissio
     assert all(size % 8 == 0 for size in submission.BATCH_SIZES.values())  # AlgoPerf scores on eight GPUs
     with pytest.raises(ValueError, match="wmt_post_ln"):  # the runner then asks for wmt
         submission.get_batch_size("wmt_post_ln")
-
-
-def test_mechanics_own_kernels_are_off(submission):
-    assert os.environ["MECHANIC_KERNELS"] == "eager"
 
 
 def test_the_schedule_warms_up_and_falls_to_its_floor_at_the_step_hint(submission):

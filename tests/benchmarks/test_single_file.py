@@ -15,7 +15,7 @@ import inspect
 own = {name for name in sys.modules if name.split(".")[0] == "mechanic"}
 assert "mechanic.torch.step" in own and own <= SOURCES.keys()
 assert not hasattr(sys.modules["mechanic"], "__file__")
-assert "def step(" in inspect.getsource(sys.modules["mechanic.torch.step"].step)  # as Triton reads its kernels
+assert "def step(" in inspect.getsource(sys.modules["mechanic.torch.step"].step)
 """
 
 
@@ -48,5 +48,5 @@ def test_every_source_is_kept_as_it_is(source, monkeypatch):
 
 def test_it_has_all_of_torchs_part_and_nothing_of_the_others():
     found = sources()
-    assert {"mechanic", "mechanic.tuner", "mechanic.torch", "mechanic.torch.gpu.programs"} <= found.keys()
+    assert {"mechanic", "mechanic.tuner", "mechanic.torch", "mechanic.torch.lists"} <= found.keys()
     assert not any(name.startswith(("mechanic.jax", "mechanic.cli", "mechanic.integrations")) for name in found)

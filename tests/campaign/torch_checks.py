@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mechanic.integrations import readings
-from mechanic.torch import stored
-from mechanic.torch.kernels.storage import SMALLEST_SCALE
+from mechanic.torch import delta as stored
+from mechanic.torch.delta import SMALLEST_SCALE
 from mechanic.tuner import TunerState
 
 SCALES, STEPS = (1 + TunerState._fields.index(name) for name in ("scales", "steps"))  # the betas come first

@@ -49,13 +49,6 @@ class Training:
         return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
-    def steps_on_copies(self):
-        """Whether the base steps on copies of the parameters for sure, not on Delta or on the parameters themselves."""
-        if self.optimizer.is_frozen:
-            return self.is_half_precision or not self.base.is_linear_in_lr
-        return self.is_half_precision or not self.base.may_step_on_delta
-
-    @property
     def trains(self):
         """Whether any parameter is to be trained."""
         return any(p.requires_grad for p in self.params)
@@ -84,13 +77,10 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.optimizer.step_in_backward(enabled=False)
-        elif way == "step_parameter":
+        else:
             for p in trained:
-                self.optimizer.step_parameter(p)
+                self.optimizer.take_gradient(p)
             self.optimizer.step()
-        else:  # the last one ends the step
-            for p in trained:
-                self.optimizer.step_param(p)
 
     def new_parameter(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -196,12 +186,12 @@ def raising(base, when):
     """Let the step of a base fail before or after the work on its first or last param group.
 
     torch's optimizers call a function named like themselves once per param group, which is patched here; of others the
-    whole step is. A hook would do as well, but a base with hooks takes another path through Mechanic.
+    whole step is.
     """
     namespace = inspect.unwrap(type(base).step).__globals__
     names = [cls.__name__.lower() for cls in type(base).__mro__]
     name = next((name for name in names if inspect.isfunction(namespace.get(name))), None)
-    work = namespace[name] if name else base.step
+    work = namespace[name] if name else type(base).step
     calls_left = len(base.param_groups) if name and when.endswith("last group") else 1
 
     def fail(*args, **kwargs):
@@ -213,5 +203,5 @@ def raising(base, when):
             work(*args, **kwargs)
         raise InjectedError
 
-    with mock.patch.dict(namespace, {name: fail}) if name else mock.patch.object(base, "step", fail):
+    with mock.patch.dict(namespace, {name: fail}) if name else mock.patch.object(type(base), "step", fail):
         yield

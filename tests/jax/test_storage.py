@@ -140,7 +140,7 @@ def test_random_numbers_differ_by_step_tensor_and_row_and_are_spread_evenly():
 @pytest.mark.parametrize("number", [0, 7, 3 << 20])
 def test_random_numbers_are_those_of_mechanic_torch(step, number):
     torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("mechanic.torch.kernels.storage")
+    theirs = pytest.importorskip("mechanic.torch.delta")
     place = theirs.Stored(torch.zeros(2 * ROW + 100), None, number)
     for name in ("fractions", "low_bits"):
         expected = getattr(theirs.Noise(step, torch.device("cpu")), name)(place).numpy()
@@ -152,7 +152,7 @@ def test_random_numbers_are_those_of_mechanic_torch(step, number):
 @pytest.mark.parametrize("shape", [(100,), (16, 512), (64, 64), (2, 3, 256)], ids=str)
 def test_blocks_that_fill_the_axes_are_rounded_as_in_mechanic_torch(dtype, shape):
     torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("mechanic.torch.kernels.storage")
+    theirs = pytest.importorskip("mechanic.torch.delta")
     values, elements = normal(*shape), math.prod(shape)
     codes = torch.zeros(shape, dtype=torch.int8 if dtype == jnp.int8 else torch.bfloat16)
     scales = torch.zeros(theirs.blocks_in(elements)) if dtype == jnp.int8 else None

@@ -38,7 +38,6 @@ class Situation:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of Mechanic
     model_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     frozen: bool = False
-    is_third_party: bool = False
 
     def build(self, seed, steps):
         model = make_model(seed, **self.model_options)
@@ -113,7 +112,7 @@ BASES = [
         if hasattr(optim, name)
     ),
     Situation("Adafactor", optim.Adafactor),
-    Situation("Lion", pytorch_optimizer.Lion, is_third_party=True),
+    Situation("Lion", pytorch_optimizer.Lion),
 ]
 SITUATIONS = [
     *BASES,
@@ -125,7 +124,7 @@ SITUATIONS = [
     Situation("frozen", optim.AdamW, frozen=True),
     Situation("frozen bfloat16", optim.AdamW, model_options={"dtype": torch.bfloat16}, frozen=True),
     Situation("frozen, two tuners", optim.AdamW, layers("a", "b"), frozen=True),
-    Situation("own iterates", schedulefree.AdamWScheduleFree, options={"own_iterates": True}, is_third_party=True),
+    Situation("own iterates", schedulefree.AdamWScheduleFree, options={"own_iterates": True}),
 ]
 BY_NAME = {situation.name: situation for situation in SITUATIONS}
 

@@ -22,12 +22,12 @@ class Mutation:
     change: Change  # of a copy, in place
 
 
-def mutations(good: StateDict, *, is_third_party: bool) -> list[Broken]:
-    """All of one checkpoint. Of a third party's own entries only the numbers in its tensors are looked at."""
+def mutations(good: StateDict) -> list[Broken]:
+    """All of one checkpoint that concern Mechanic's entries or its structure."""
     changes = [
-        *_of_structure(good, is_third_party),
-        *_of_states(good, is_third_party),
-        *_of_groups(good, is_third_party),
+        *_of_structure(good),
+        *_of_states(good),
+        *_of_groups(good),
         *_of_mechanics_numbers(good),
         *_of_tuners(good),
         *_of_deltas(good),
@@ -115,25 +115,22 @@ def _in(container: str, index: Any, key: str, values: Iterator[tuple[str, Any]],
         yield Mutation(f"{container}[{index}][{key!r}] {what}", words or (key,), _set(container, index, key, value))
 
 
-def _of_states(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
+def _of_states(state_dict: StateDict) -> Iterator[Mutation]:
     seen = set()
     for index, entries in state_dict["state"].items():
         for key, value in entries.items():
             if key in seen:
                 continue
             seen.add(key)
-            if key.startswith("mechanic_") or not is_third_party:
+            if key.startswith("mechanic_"):
                 yield Mutation(f"state[{index}][{key!r}] removed", (key,), _remove("state", index, key))
                 yield from _in("state", index, key, _values(value))
-            elif torch.is_tensor(value) and value.is_floating_point():
-                yield from _in("state", index, key, _not_finite(value, NAN))
 
 
-def _of_groups(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
+def _of_groups(state_dict: StateDict) -> Iterator[Mutation]:
     for index, group in enumerate(state_dict["param_groups"]):
         for key, value in group.items():
-            is_mechanics = key.startswith("mechanic_") or key in ("params", "tuner", "lr")
-            if is_mechanics or not (is_third_party or index):
+            if key.startswith("mechanic_") or key in ("params", "tuner"):
                 # Without its Delta a tuner that is not frozen is refused as well, and so on.
                 words = (key, "mechanic_delta") if key == "mechanic_frozen" else (key,)
                 words += ("own_iterates",) if key == "mechanic_own_iterates" else ()
@@ -216,7 +213,7 @@ def _of_pairs_of_groups(state_dict: StateDict) -> Iterator[Mutation]:
         yield Mutation(f"groups that share a tuner at odds about {key}", (key,), change)
 
 
-def _of_structure(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutation]:
+def _of_structure(state_dict: StateDict) -> Iterator[Mutation]:
     for key in ("state", "param_groups"):
         yield Mutation(f"{key} removed", (key,), lambda mutated, key=key: mutated.pop(key))
         for what, value in (("None", None), ("a string", "hostile"), ("a number", 3), ("a list of numbers", [1, 2])):
@@ -240,7 +237,9 @@ def _of_structure(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutat
 
         return Mutation(f"params of group 0 {what}", ("params", "parameter", "shape"), change)
 
-    yield change_params("reversed", lambda ids: ids[::-1])
+    frozen = "mechanic_frozen" in state_dict["param_groups"][0]  # then there is no Delta that could not fit
+    if not frozen:
+        yield change_params("reversed", lambda ids: ids[::-1])
     yield change_params("with one less", lambda ids: ids[:-1])
     yield change_params("with one more", lambda ids: [*ids, 99])
     yield change_params("with one twice", lambda ids: [*ids[:-1], ids[0]])
@@ -253,10 +252,11 @@ def _of_structure(state_dict: StateDict, is_third_party: bool) -> Iterator[Mutat
     def change_state(what: str, change: Callable[[dict], Any]) -> Mutation:
         return Mutation(what, ("state", "mechanic_delta"), lambda mutated: change(mutated["state"]))
 
-    yield change_state("state empty", lambda state: state.clear())
+    if not frozen:
+        yield change_state("state empty", lambda state: state.clear())
     for what, value in (("None", None), ("a list", [1.0]), ("a string", "hostile"), ("a tensor", torch.ones(2))):
         yield change_state(f"state[{first}] is {what}", lambda state, value=value: state.update({first: value}))
-    if not is_third_party:  # which may keep anything there
-        yield change_state(f"state[{first}] under a string", lambda state: state.update({str(first): state.pop(first)}))
+    yield change_state(f"state[{first}] under a string", lambda state: state.update({str(first): state.pop(first)}))
     yield change_state("state of an unknown parameter", lambda state: state.update({99: fresh(state[first])}))
-    yield change_state("states of two parameters swapped", lambda state: state.update({0: state[1], 1: state[0]}))
+    if not frozen:
+        yield change_state("states of two parameters swapped", lambda state: state.update({0: state[1], 1: state[0]}))

@@ -431,7 +431,7 @@ def observing(base, per_group):
     optimizers = [wrap(model, base, per_group) for model in (plain, sharded)]
     train_and_observe(plain, optimizers[0], lambda tensor: tensor)
     counts = train_and_observe(sharded, optimizers[1], share)
-    assert counts == [1] * STEPS, counts
+    assert counts[1:] == [1] * (STEPS - 1), counts  # in the first the ranks compare the names of their tuners
     expected = parameters(plain), optimizers[0].scales()
     return report(parameters(sharded), optimizers[1].scales(), expected, tuners_of(optimizers[1]))
 

@@ -7,7 +7,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mechanic.torch import Mechanic, stored
+from mechanic.torch import Mechanic
+from mechanic.torch.delta import decoded
 from tests.torch import parallel
 
 STEPS = 20
@@ -46,7 +47,7 @@ def deltas(model, optimizer):
     """Decoded and whole."""
     found = {}
     for name, p in model.named_parameters():
-        delta = stored.decoded(optimizer.state[p])["mechanic_delta"]
+        delta = decoded(optimizer.state[p])["mechanic_delta"]
         found[name.removeprefix("module.")] = parallel.whole(delta).double()
     return found
 

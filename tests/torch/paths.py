@@ -1,8 +1,7 @@
-"""The paths that a step can take, and probes that do not change which one it takes.
+"""The ways to wrap a base that lead to different code, and probes that do not change which one it takes.
 
-By default a torch optimizer that does not look at parameter values steps on Delta itself, and every other base on
-copies of the parameters. A hook on the base's step may look at the values, so a base with a hook steps on copies too: a
-test that observes the base through a hook never runs the default path. Use the probes of this module instead.
+Of torch's bases it is known that they ignore the parameter values and step every parameter by itself, so they start at
+zero and step part by part. All others start at the parameters' values and see all of them in one step.
 """
 
 import functools
@@ -19,12 +18,12 @@ from tests.torch.bases import BASES, Base
 
 Wrap = Callable[..., Mechanic]
 
-ON_DELTA = {
+AT_ZERO = {
     *("SGD", "SGD momentum", "SGD fused", "Adam", "Adam fused", "RMSprop", "RMSprop momentum", "Rprop"),
     *("AdamW", "AdamW foreach", "AdamW one by one", "AdamW fused", "AdamW amsgrad", "NAdam", "NAdamW", "RAdam"),
     *("Adagrad", "Adagrad fused", "Adadelta", "Adamax"),
 }
-"""Names of the bases that step on Delta by default."""
+"""Names of the bases that start at zero by default."""
 
 
 def by_default(base: Optimizer, **options: Any) -> Mechanic:
@@ -32,7 +31,8 @@ def by_default(base: Optimizer, **options: Any) -> Mechanic:
 
 
 def on_copies(base: Optimizer, **options: Any) -> Mechanic:
-    base.register_step_post_hook(lambda *_: None)
+    """As a subclass of its class, of which nothing is known."""
+    base.__class__ = type(type(base).__name__, (type(base),), {"__module__": "unknown"})
     return Mechanic(base, **options)
 
 
@@ -42,11 +42,7 @@ def in_int8(base: Optimizer, **options: Any) -> Mechanic:
 
 def paths_of(base: Base) -> list[Wrap]:
     """The ways to wrap a base that lead to different code."""
-    return [by_default, on_copies] if base.name in ON_DELTA else [by_default]
-
-
-def steps_on_delta(base: Base, wrap: Wrap) -> bool:
-    return base.name in ON_DELTA and wrap is not on_copies
+    return [by_default, on_copies] if base.name in AT_ZERO else [by_default]
 
 
 def _case(base: Base, wrap: Wrap) -> Any:
@@ -58,7 +54,7 @@ def _cases(wanted: Callable[[Base, Wrap], bool]) -> list[Any]:
 
 
 both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
-"""For tests that name a base themselves, one of ON_DELTA."""
+"""For tests that name a base themselves, one of AT_ZERO."""
 
 every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
 every_path_and_int8 = pytest.mark.parametrize(
@@ -66,27 +62,26 @@ every_path_and_int8 = pytest.mark.parametrize(
 )
 """Also with Delta in int8, whose rounding the test must allow."""
 
-every_path_without_hooks = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: wrap is not on_copies))
-
 
 def every_path_of(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: base.name in names))
 
 
 @contextmanager
-def instead_of_its_step(base: Optimizer, stand_in: Callable[[Callable[[], Any]], Any]):
-    """Call ``stand_in(step)`` wherever the base is to step; ``step()`` is the base's own.
+def instead_of_its_step(base: Optimizer, stand_in: Callable[[Callable[[], Any], Optimizer], Any]):
+    """Call ``stand_in(step, shown)`` wherever the base is to step, as ``shown``; ``step()`` is the base's own.
 
-    The class is patched, so the base has the type and the hooks that it had.
+    The class is patched, so the base has the type that it had.
     """
-    step = type(base).step
+    kind = type(base)
+    step = kind.step
 
     @functools.wraps(step)
     def replaced(self: Optimizer, closure: Any = None) -> Any:
-        return stand_in(lambda: step(self)) if self is base else step(self, closure)
+        return stand_in(lambda: step(self), self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(base), "step", replaced)
+        patch.setattr(kind, "step", replaced)
         yield
 
 
@@ -94,8 +89,8 @@ def instead_of_its_step(base: Optimizer, stand_in: Callable[[Callable[[], Any]],
 def failing(base: Optimizer, error: BaseException, *, share: float = 0.0):
     """Let the base raise when it has stepped a share of its parameters: 0 is at once, 1 when it is done."""
 
-    def fail(step: Callable[[], Any]) -> None:
-        params = [p for group in base.param_groups for p in group["params"] if p.grad is not None]
+    def fail(step: Callable[[], Any], shown: Optimizer) -> None:
+        params = [p for group in shown.param_groups for p in group["params"] if p.grad is not None]
         waiting = [(p, p.grad) for p in params[round(share * len(params)) :]]
         for p, _ in waiting:
             p.grad = None

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, Together, stored
+from mechanic.torch import Mechanic, Together, buckets
+from mechanic.torch.delta import decoded
 from tests.torch.memory import allocations
-from tests.torch.paths import failing
+from tests.torch.paths import failing, instead_of_its_step
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train, train_loss
 
 SMALL = torch.bfloat16, "int8"
@@ -50,17 +51,20 @@ def test_the_moments_are_the_bases_own_and_its_gradients_no_copies(delta):
     model, optimizer = trained(delta)
     assert dtypes_of(optimizer) == {torch.bfloat16}
     seen = []
-    weight = model[0].weight
-    with pytest.MonkeyPatch.context() as patch:
-        step = AdamW.step
-        patch.setattr(AdamW, "step", lambda self: seen.append((weight.dtype, weight.grad, weight.any())) or step(self))
-        optimizer.zero_grad()
-        backward(model, 10)
-        grad = weight.grad
+
+    def look(step, shown):
+        p = shown.param_groups[0]["params"][0]
+        seen.append((p.dtype, p.grad, bool(p.any())))
+        step()
+
+    optimizer.zero_grad()
+    backward(model, 10)
+    grad = model[0].weight.grad
+    with instead_of_its_step(optimizer.base, look):
         optimizer.step()
     ((dtype, seen_grad, any_value),) = seen
     assert dtype == torch.bfloat16
-    assert seen_grad is grad is weight.grad
+    assert seen_grad is grad is model[0].weight.grad
     assert not any_value
 
 
@@ -90,7 +94,7 @@ def test_x_stays_at_the_start_plus_s_delta(delta, decay):
     start = [p.detach().double() for p in model.parameters()]
     model, optimizer = trained(delta, steps=30, model=model, weight_decay=decay)
     for p, x_1 in zip(model.parameters(), start, strict=True):
-        moved = scale(optimizer) * stored.decoded(optimizer.state[p])["mechanic_delta"].double()
+        moved = scale(optimizer) * decoded(optimizer.state[p])["mechanic_delta"].double()
         assert (value_of(p, optimizer) - x_1 - moved).norm() <= 0.1 * moved.norm()
 
 
@@ -107,24 +111,18 @@ def test_float16_keeps_float32_since_an_eps_of_1e_8_is_zero_there():
     assert train_loss(model) > 0
 
 
-def with_a_hook(base, **options):
-    base.register_step_post_hook(lambda *_: None)
-    return Mechanic(base, **options)
-
-
 @small
-@pytest.mark.parametrize("options", [{"wrap": with_a_hook}, {"cls": SGD, "momentum": 0.9, "weight_decay": 1e-3}])
-def test_where_the_base_must_see_the_values_it_sees_float32(delta, options):
-    _, optimizer = trained(delta, steps=5, **options)
+def test_where_the_base_must_see_the_values_it_sees_float32(delta):
+    _, optimizer = trained(delta, steps=5, cls=SGD, momentum=0.9, weight_decay=1e-3)
     assert dtypes_of(optimizer, (*MOMENTS, "momentum_buffer")) == {torch.float32}
 
 
-def test_a_hook_that_comes_and_goes_casts_the_moments():
-    model, optimizer = trained(steps=5)
-    handle = optimizer.base.register_step_post_hook(lambda *_: None)
+def test_moments_are_cast_where_weight_decay_that_needs_the_values_comes_and_goes():
+    model, optimizer = trained(steps=5, cls=torch.optim.Adam)
+    optimizer.param_groups[0]["weight_decay"] = 1e-3
     train(model, optimizer, 5, first=5)
     assert dtypes_of(optimizer) == {torch.float32}
-    handle.remove()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
     assert train(model, optimizer, 40, first=10) < 1
     assert dtypes_of(optimizer) == {torch.bfloat16}
 
@@ -190,7 +188,7 @@ def test_a_base_that_fails_has_moved_nothing(delta, share):
 
 def test_parts_give_the_bits_of_the_whole(monkeypatch):
     whole = snapshot(*trained())
-    monkeypatch.setattr(stored, "PART", 100)
+    monkeypatch.setitem(buckets.PART, "cpu", 100)
     assert same_bits(whole, snapshot(*trained()))
 
 

@@ -275,10 +275,6 @@ HOSTILE = {
     "frozen at NaN": (lambda sd: sd["param_groups"][0].update(mechanic_frozen=float("nan")), "mechanic_frozen"),
     "no groups": (lambda sd: sd.update(param_groups=[]), "param_groups"),
     "another format": (group_entry("mechanic_format", lambda f: 7), "mechanic_format"),
-    "a moment of another shape": (state_entry("exp_avg", lambda m: m[:3]), "exp_avg"),
-    "a moment that is missing": (lambda sd: sd["state"][1].pop("exp_avg_sq"), "exp_avg_sq"),
-    "NaN in a moment": (state_entry("exp_avg", with_nan), "exp_avg"),
-    "betas that are none": (group_entry("betas", lambda b: "x"), "betas"),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW
 
-from mechanic.torch import Mechanic, Together, gpu, mechanic_class, step, stored
-from mechanic.torch.step import step_eagerly
+from mechanic.torch import Mechanic, Together, buckets, mechanic_class, step
+from mechanic.torch.delta import decoded
 from tests.torch.bases import BY_NAME
 from tests.torch.memory import allocations
 from tests.torch.paths import both_paths, by_default, failing, on_copies
@@ -26,7 +26,7 @@ GAP = {torch.bfloat16: 2**-7, "int8": 2 / 127}  # at most, relative to the large
 
 def delta_of(optimizer, p):
     """Decoded, in float64."""
-    return stored.decoded(optimizer.state[p])["mechanic_delta"].double()
+    return decoded(optimizer.state[p])["mechanic_delta"].double()
 
 
 def saved(optimizer):
@@ -155,10 +155,10 @@ def test_random_numbers_of_torch_stay_as_they_were():
 @rounded
 def test_parts_do_not_change_the_step(monkeypatch, delta):
     whole, counts = snapshot(*trained(delta)), set()
-    parts_of = stored.parts_of
-    monkeypatch.setattr(step, "parts_of", lambda buckets: counts.add(len(found := parts_of(buckets))) or found)
+    parts_of = buckets.parts_of
+    monkeypatch.setattr(step, "parts_of", lambda *args: counts.add(len(found := parts_of(*args))) or found)
     for size in (1, 100, sum(p.numel() for p in mlp().parameters()) - 1):
-        monkeypatch.setattr(stored, "PART", size)
+        monkeypatch.setitem(buckets.PART, "cpu", size)
         assert same_bits(whole, snapshot(*trained(delta)))
     assert counts >= {2, 4}
 
@@ -213,17 +213,14 @@ def test_every_kind_of_parameter(wrap, delta):
             assert resumed.state[q][key].equal(entry)
 
 
-def test_of_half_precision_parameters_the_base_steps_on_delta_and_delta_is_rounded_once():
+def test_adamw_makes_its_state_of_bfloat16_parameters_in_bfloat16():
     model, optimizer = trained("int8", dtype=torch.bfloat16, steps=60)
-    assert optimizer._wrapped.decays_beside_delta() is not None
-    assert trained(None, dtype=torch.bfloat16, steps=1)[1]._wrapped.decays_beside_delta() is None
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16  # as bare AdamW's
     assert train_loss(model) < 1
 
 
 def test_a_base_that_was_not_measured_keeps_the_state_of_half_precision_parameters_in_float32():
     model, optimizer = trained("int8", base=torch.optim.NAdam, dtype=torch.bfloat16, steps=60)
-    assert optimizer._wrapped.decays_beside_delta() is not None
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert train_loss(model) < 1
 
@@ -243,8 +240,8 @@ def test_a_resized_parameter_is_refused():
 @rounded
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
 def test_a_copy_goes_on_bit_for_bit(wrap, delta, how):
-    if how != "state_dict" and wrap is on_copies:
-        pytest.skip("torch does not copy hooks")
+    if how == "pickle" and wrap is on_copies:
+        pytest.skip("a class of a test cannot be pickled")
     model, optimizer = trained(delta, wrap)
     if how == "state_dict":
         twin = copy.deepcopy(model)
@@ -293,7 +290,7 @@ def test_a_checkpoint_loads_into_every_storage(before, after):
 SPOILS = {
     "float16": (lambda delta: delta.half(), "dtype torch.float16"),
     "codes": (lambda delta: delta.to(torch.int8), "dtype torch.int8"),
-    "NaN": (lambda delta: torch.full_like(delta, float("nan")), "NaN"),
+    "NaN": (lambda delta: torch.full_like(delta, float("nan")), "not finite"),
     "infinite": (lambda delta: torch.full_like(delta, float("inf")), "not finite"),
     "another shape": (lambda delta: delta[:1], "shape"),
     "a number": (lambda delta: 0.5, "shape"),
@@ -346,12 +343,12 @@ def test_a_base_that_fails_has_moved_nothing(delta, share):
 
 
 @rounded
-def test_a_base_that_fails_in_a_later_part_leaves_parameters_at_the_start_and_s_delta(monkeypatch, delta):
-    """The parts before it have what the base has added to Delta, scaled by the S of before."""
-    monkeypatch.setattr(stored, "PART", 100)
-    model, optimizer = trained(delta, base=SGD, dtype=torch.float64)
-    x_1 = [p.detach() - scale(optimizer) * delta_of(optimizer, p) for p in model.parameters()]
-    deltas, s = [delta_of(optimizer, p) for p in model.parameters()], scale(optimizer)
+def test_a_base_that_fails_in_a_later_part_leaves_every_parameter_before_or_after_its_step(monkeypatch, delta):
+    monkeypatch.setitem(buckets.PART, "cpu", 100)
+    (model, optimizer), (twin_model, twin) = (trained(delta, base=SGD, dtype=torch.float64) for _ in range(2))
+    before = snapshot(model, optimizer)[:4]
+    backward(twin_model, 10)
+    twin.step()
     backward(model, 10)
     calls, init_group = [], SGD._init_group
 
@@ -364,18 +361,13 @@ def test_a_base_that_fails_in_a_later_part_leaves_parameters_at_the_start_and_s_
     monkeypatch.setattr(SGD, "_init_group", fail_in_the_third_part)
     with pytest.raises(MemoryError) as caught:
         optimizer.step()
-    assert "may have moved" in said_beside(caught.value, otherwise="may have moved")
-    assert scale(optimizer) == s
-    assert not same_bits(deltas, [delta_of(optimizer, p) for p in model.parameters()])
     monkeypatch.undo()
-    twin_model, twin = trained(delta, base=SGD, dtype=torch.float64)
-    backward(twin_model, 10)
-    twin.step()
-    # A part that moved did so by S' times Delta' before rounding, and came back by that times Delta' as it is stored.
-    for p, start in zip(model.parameters(), x_1, strict=True):
-        now = delta_of(optimizer, p)
-        error = max(s, scale(twin)) * GAP[delta] * now.abs().max()
-        assert (p.detach() - s * now - start).abs().max() <= error
+    assert "some parameters have made their step" in said_beside(caught.value, "some parameters have made their step")
+    assert scale(optimizer) == scale(twin)
+    after, now = snapshot(twin_model, twin)[:4], snapshot(model, optimizer)[:4]
+    assert {torch.equal(x, a) for x, a in zip(now, after, strict=True)} == {True, False}
+    assert all(torch.equal(x, b) or torch.equal(x, a) for x, b, a in zip(now, before, after, strict=True))
+    train(model, optimizer, 3, first=11)
 
 
 @both_paths
@@ -453,18 +445,6 @@ def test_own_iterates(delta):
     assert losses[delta] <= 1.3 * losses[None]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "taken"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.float64, False)]
-)
-def test_the_kernels_for_gpus_take_it_but_for_float64(monkeypatch, dtype, taken):
-    monkeypatch.setenv("MECHANIC_KERNELS", "triton")
-    for delta in (torch.bfloat16, "int8"):
-        base = SGD([torch.nn.Parameter(torch.ones(3, dtype=dtype))], lr=1.0)
-        base.param_groups[0]["params"][0].grad = torch.ones(3, dtype=dtype)
-        wrapped = Mechanic(base, delta=delta)._wrapped
-        assert gpu.takes(wrapped.reduction_and_buckets()[1], step_eagerly) == taken
-
-
 def test_several_optimizers_together_step_part_by_part(monkeypatch):
     def run():
         model = mlp()
@@ -474,7 +454,7 @@ def test_several_optimizers_together_step_part_by_part(monkeypatch):
         return snapshot(model, optimizer)
 
     whole = run()
-    monkeypatch.setattr(stored, "PART", 100)
+    monkeypatch.setitem(buckets.PART, "cpu", 100)
     assert same_bits(whole, run())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic
-from mechanic.torch.kernels.rounding import RESIDUAL_DTYPE
+from mechanic.torch.delta import RESIDUAL_DTYPE
 from tests.torch import half_precision
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
 

@@ -43,8 +43,8 @@ def assert_no_faults(faults):
 @every_situation
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "running"])
 def test_a_mutated_checkpoint_is_refused_by_name_or_does_not_matter(situation, trained):
-    made = mutations(situation.saved[1], is_third_party=situation.is_third_party)
-    assert len(made) >= 150
+    made = mutations(situation.saved[1])
+    assert len(made) >= 60
     assert_no_faults(faults_of(situation, made[::3] if trained else made, trained=trained))
 
 
@@ -202,10 +202,8 @@ def test_the_library_unpickles_nothing():
                 loads = isinstance(node, ast.ImportFrom) and {"load", "loads"} & {alias.name for alias in node.names}
                 if modules & unpicklers or loads:
                     found.append(f"{place}: {ast.unparse(node)}")
-            # torch.load, numpy.load and the like; tl.load of Triton's language reads the memory of a device.
+            # torch.load, numpy.load and the like
             elif isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
-                if ast.unparse(node) == "tl.load":
-                    continue
                 found.append(f"{place}: {ast.unparse(node)}")
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in map(ast.unparse, node.keywords), f"{place}:{node.lineno}"

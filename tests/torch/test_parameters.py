@@ -6,10 +6,8 @@ import pytest
 import pytorch_optimizer
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mechanic.torch import Mechanic
-from tests.torch.paths import by_default, instead_of_its_step, on_copies
+from mechanic.torch import Mechanic, buckets
 from tests.torch.task import mlp, same_bits, scale, snapshot, train
 
 
@@ -152,24 +150,21 @@ def test_frameworks_may_replace_state_and_groups_and_add_to_the_base():
     assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
 
 
-@pytest.mark.parametrize("wrap", [by_default, on_copies])
-def test_a_global_hook_may_be_removed_or_added_while_the_base_steps(wrap):
+def test_hooks_on_the_base_run_once_per_step_before_and_after_all_parameters_have_moved(monkeypatch):
+    monkeypatch.setitem(buckets.PART, "cpu", 100)  # several parts
     model = mlp()
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = Mechanic(base)
+    train(model, optimizer, 5)
     calls = []
-    first = register_optimizer_step_post_hook(lambda *_: calls.append("first"))
-    handles = []
 
-    def change(step):
-        if not handles:
-            first.remove()
-            handles.append(register_optimizer_step_post_hook(lambda *_: calls.append("second")))
-        step()
+    def note(hooked, *_):
+        calls.append((hooked, [p.detach().clone() for p in model.parameters()]))
 
-    try:
-        with instead_of_its_step(optimizer.base, change):
-            train(model, optimizer, 2)
-    finally:
-        handles[0].remove()
-    assert "first" not in calls
-    assert calls[-1] == "second"
+    base.register_step_pre_hook(note)
+    base.register_step_post_hook(note)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1, first=5)
+    assert [hooked for hooked, _ in calls] == [base, base]
+    assert same_bits(calls[0][1], before)
+    assert same_bits(calls[1][1], [p.detach() for p in model.parameters()])

@@ -82,30 +82,20 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_set_local_tensor_gives_a_dtensor_other_data(one_rank):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dtensor = distribute_tensor(torch.ones(4), one_rank["shard"], [Shard(0)])
-    assert private.local_tensor(dtensor).equal(torch.ones(4))
-    private.local_tensor(dtensor).mul_(2)  # it is the storage itself, not a copy
-    assert dtensor.full_tensor().equal(torch.full((4,), 2.0))
-    other = torch.full((4,), 3.0)
-    private.set_local_tensor(dtensor, other)
-    assert dtensor.full_tensor().equal(other)
-
-
 def test_root_mesh_of_a_submesh_is_the_mesh_it_was_taken_from(one_rank):
     assert private.root_mesh(one_rank["shard"]) == one_rank
     assert private.root_mesh(one_rank) == one_rank
 
 
 def test_is_fsdp1_parameter_knows_what_fully_sharded_data_parallel_makes(one_rank):
+    from torch.distributed import fsdp
+
     model = torch.nn.Linear(2, 2)
     assert not any(private.is_fsdp1_parameter(p) for p in model.parameters())
-    whole = torch.distributed.fsdp.ShardingStrategy.NO_SHARD  # of one rank
+    whole = fsdp.ShardingStrategy.NO_SHARD  # of one rank
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions say that NO_SHARD, or all of it, is deprecated
-        sharded = torch.distributed.fsdp.FullyShardedDataParallel(model, sharding_strategy=whole, device_id=CPU)
+        sharded = fsdp.FullyShardedDataParallel(model, sharding_strategy=whole, device_id=CPU)
     assert all(private.is_fsdp1_parameter(p) for p in sharded.parameters())
 
 
@@ -115,17 +105,17 @@ def base(**options):
 
 def test_step_hooks_lists_pre_and_post_hooks():
     optimizer = base()
-    assert private.step_hooks(optimizer) == []
+    assert private.step_hooks(optimizer) == ([], [])
 
     def before(*_): ...
 
     def after(*_): ...
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    assert private.step_hooks(optimizer) == [before, after]
+    assert private.step_hooks(optimizer) == ([before], [after])
     for handle in handles:
         handle.remove()
-    assert private.step_hooks(optimizer) == []
+    assert private.step_hooks(optimizer) == ([], [])
 
 
 def test_run_state_dict_hooks_calls_what_torch_would_call():
@@ -145,24 +135,21 @@ def test_run_load_state_dict_hooks_calls_what_torch_would_call():
     assert given == {"given": 1}
 
 
-def test_global_hooks_are_silent_for_a_while_and_kept():
+def test_step_without_hooks_calls_the_step_of_the_class_and_no_hook():
     calls = []
-    handles = [register_optimizer_step_pre_hook(lambda *_: calls.append("before"))]
-    optimizer = base()
-    with private.global_hooks_silenced():
-        handles.append(register_optimizer_step_post_hook(lambda *_: calls.append("after")))
-    with private.global_hooks_silenced():
-        optimizer.step()
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    optimizer = base(lr=1.0)
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones(3)
+    with torch.no_grad():
+        private.step_without_hooks(optimizer)
+    assert not p.equal(torch.ones(3))
     assert calls == []
-    optimizer.step()
-    assert calls == ["before", "after"]
-    with private.global_hooks_silenced():
-        handles[0].remove()
-    optimizer.step()
-    assert calls == ["before", "after", "after"]
-    handles[1].remove()
-    optimizer.step()
-    assert calls == ["before", "after", "after"]
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.filterwarnings("error")

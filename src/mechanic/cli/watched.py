@@ -6,10 +6,8 @@ import contextlib
 import inspect
 from typing import Any
 
-import torch
-
+from mechanic.torch.base import is_linear_in_lr
 from mechanic.torch.layout import Group
-from mechanic.torch.probe import is_linear_in_lr
 from mechanic.torch.tuners import scale_of
 
 _LONGEST = 60  # characters of an argument that is shown
@@ -25,7 +23,7 @@ class Watched:
         self.cls: type = type(optimizer.base)
         self.place = place
         self.call = _call_of(self.cls, args, kwargs)
-        self.is_linear = _is_linear(optimizer.base)
+        self.is_linear = is_linear_in_lr(optimizer.base)  # a learning rate can stand for what was learned
         self.steps = 0
         lrs = (group.get("lr") for group in optimizer.param_groups)
         self.built_lrs = [None if lr is None else float(lr) for lr in lrs]
@@ -53,12 +51,6 @@ class Watched:
     def is_rising(self) -> bool:
         """Whether a scale has grown by more than half since the middle of a probe."""
         return any(now > 1.5 * half for now, half in zip(self.scales(), self.half_scales, strict=False))
-
-
-def _is_linear(base: Any) -> bool:
-    """Whether a learning rate can stand for what was learned. Asking takes none of the script's random numbers."""
-    with torch.random.fork_rng(devices=[]):
-        return is_linear_in_lr(base)
 
 
 def _call_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:

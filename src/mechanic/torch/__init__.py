@@ -13,9 +13,8 @@ except ModuleNotFoundError as error:
 from mechanic.torch.factory import MechanicAdamW, MechanicSGD, mechanic_class
 from mechanic.torch.muon import MechanicMuon
 from mechanic.torch.optimizer import Mechanic
-from mechanic.torch.roles import Roles, roles
+from mechanic.torch.roles import Roles, layer_groups, roles
 from mechanic.torch.together import Together
-from mechanic.torch.tuners import layer_groups
 
 __all__ = [
     "Mechanic",

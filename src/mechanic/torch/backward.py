@@ -2,8 +2,8 @@
 
 When the gradient of a parameter is there, its part of the five sums is measured, and the base steps on it, with the S
 of before: x = x_1 + S (Delta + u). Small ones wait for each other, since calls would cost more than the work. When all
-have come, S' and k are known, and a pass over Delta, which needs no gradients, brings the parameters to
-x_1 + S' Delta' with Delta' = k (Delta + u).
+have come, S' and k are known, and a move without gradients brings the parameters to x_1 + S' Delta' with
+Delta' = k (Delta + u).
 
 In the usual step Delta' = k Delta + u. What u was is not known any more when k is, and keeping it would take as much
 memory as the gradients. So k, the share of Delta that is kept, acts on the newest update as well, as if the learning
@@ -14,34 +14,35 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mechanic.torch import capture, freezing
-from mechanic.torch.arrays import array_module
-from mechanic.torch.base_step import counting_from, numbers_in, shown_only
-from mechanic.torch.buckets import Scaling
-from mechanic.torch.layout import Group, params_of
-from mechanic.torch.private import is_inside_backward, mark_as_stepped, outside_of_compiled_code
-from mechanic.torch.probe import steps_one_by_one
-from mechanic.torch.shards import Reduction, require_final_gradients
-from mechanic.torch.step import remember, require_all_gradients, sum_by_tuner, tune
-from mechanic.torch.stored import PART, StoredBucket, noises_of
-from mechanic.torch.tuners import remember_rates, rows_of
+from mechanic.torch import tuners
+from mechanic.torch.base import View, run_hooks, steps_one_by_one
+from mechanic.torch.layout import params_of
+from mechanic.torch.lists import Scaling
+from mechanic.torch.private import outside_of_compiled_code
+from mechanic.torch.shards import require_final_gradients
+from mechanic.torch.step import (
+    grad_sq_in,
+    move,
+    noises_of,
+    remember,
+    require_all_gradients,
+    sum_by_tuner,
+    sums_of,
+    tune,
+)
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, total_scale
 
 WAITING = 1 << 18
 """Elements of gradients that wait until they are stepped with together: 1 MB in float32, or one larger tensor."""
 
-_GRAD_SQ = SUMS.index("grad_sq")
 _OBSERVED = (
     "observe() needs gradients that are still there after backward(), and inside the backward pass they are stepped "
     "with; use one of the two"
@@ -49,33 +50,15 @@ _OBSERVED = (
 
 
 @dataclass
-class _Place:
-    """Where the optimizer has a parameter."""
-
-    group: Group
-    number: int  # among the parameters that are trained
-
-
-@dataclass
 class _Step:
     """A step that is being made."""
 
-    reduction: Reduction
-    begun_with: list[tuple[Group, dict[str, Any]]]  # the groups, and the numbers they had
-    places: dict[Tensor, _Place]  # of all parameters that are trained
+    view: View  # of the base as it was when the first gradient came
+    trained: dict[Tensor, None]  # in order
     come: set[Tensor] = field(default_factory=set)  # whose gradients have come
     waiting: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that have not been stepped with yet
     elements: int = 0  # of these
     sums: dict[int, Tensor] = field(default_factory=dict)  # of all others that have come, [5] by row of the tuner
-
-
-@contextmanager
-def _as_begun(step: _Step) -> Iterator[None]:
-    """Every part of a step counts from the same numbers, and has the learning rates that the first part had."""
-    with ExitStack() as stack:
-        for group, numbers in step.begun_with:
-            stack.enter_context(counting_from(group, numbers))
-        yield
 
 
 class Arrivals:
@@ -86,7 +69,6 @@ class Arrivals:
         self._hooked = hooked
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._step: _Step | None = None
-        self._is_suitable = False
         self._lock = threading.RLock()  # if parameters are on several devices, hooks run in several threads
         self._set_hooks()
 
@@ -98,12 +80,17 @@ class Arrivals:
         """Whether a gradient has come since the last step."""
         return self._step is not None
 
-    @property
-    def all_have_come(self) -> bool:
-        return self._step is not None and len(self._step.come) == len(self._step.places)
+    def refuse_unfinished(self, action: str) -> None:
+        """Raise between a backward pass and the step() that ends its step, on this rank perhaps alone."""
+        if self.has_begun:
+            raise RuntimeError(
+                f"{action} between backward() and step(): with step_in_backward() half of a step has been made then. "
+                "Call step() first, or zero_grad() if the backward pass was broken off"
+            )
 
     def hook(self, enabled: bool) -> None:
         """Have hooks on all parameters, or none."""
+        self.refuse_unfinished("step_in_backward() was called")
         if enabled:
             self._refuse_unsuitable()
             require_final_gradients(params_of(self._wrapped.groups), self._wrapped.reduction().group)
@@ -129,41 +116,32 @@ class Arrivals:
                     "cannot be accumulated over several backward passes. Call step() after every one of them, or "
                     "zero_grad() if one was broken off; or accumulate without step_in_backward()"
                 )
-            if p not in step.places:
+            if p not in step.trained:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not one that this optimizer trains")
             step.come.add(p)
             step.waiting[p], p.grad = p.grad, None
             step.elements += p.numel()
             if step.elements >= WAITING:
-                with _as_begun(step):
-                    self._step_waiting(step)
+                self._step_waiting(step)
 
     def step(self) -> bool:
         """End a step, whether gradients have come or not: all ranks have to. False if this is not the way to step."""
         if not (self._hooked or self.has_begun):
             return False
-        if not self.has_begun:
-            self._begin()
-        self.end()
-        return True
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Tune, now that all gradients have come, and go to the new S; do nothing if no gradient has come."""
         with self._lock:
-            if self._step is None:
-                return
-            require_all_gradients(self._wrapped, self._step.come)
-            for p in self._step.places:
+            step = self._step or self._begin()
+            require_all_gradients(self._wrapped, step.come)
+            for p in [p for p in step.trained if p not in step.come]:
                 self.take(p)  # if it has no hook
-            step, self._step = self._step, None
-            with _as_begun(step):
-                self._step_waiting(step)
-                if self._wrapped.is_frozen:
-                    remember_rates(self._wrapped.groups)  # of those without a gradient, too
-                else:
-                    self._finish(step)
+            self._step = None
+            self._step_waiting(step)
+            if self._wrapped.is_frozen:
+                tuners.remember_rates(self._wrapped.groups, step.view.groups)
+            else:
+                self._finish(step)
+            run_hooks(self._wrapped.base, after=True)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
+        return True
 
     def give_up(self) -> None:
         """Forget the gradients that have come, of a backward pass that was broken off. Their updates stay."""
@@ -171,91 +149,60 @@ class Arrivals:
 
     def warn_of_missing_step(self) -> None:
         """Warn if a whole backward pass is about to be given up."""
-        if self.all_have_come:
+        if self._step is not None and len(self._step.come) == len(self._step.trained):
             self._wrapped.warn_once.step_is_missing()
 
     def _begin(self) -> _Step:
         wrapped = self._wrapped
         wrapped.require_assigned_groups()
         self._refuse_unsuitable()
-        if capture.is_capturing(wrapped.groups):
-            capture.refuse("gradients that are stepped with one by one are gathered on the host; step after backward()")
         if wrapped.observed is not None:
             raise RuntimeError(_OBSERVED)
         wrapped.settle_peak_lr()
-        wrapped.missing.check(wrapped.groups, wrapped.base.state)
-        reduction = wrapped.reduction()
-        require_final_gradients(params_of(wrapped.groups), reduction.group)
-        if wrapped.is_frozen:
-            freezing.scales_by_lr(wrapped)
-        places: dict[Tensor, _Place] = {}
-        for group in wrapped.groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    places[p] = _Place(group, len(places))
-        self._step = _Step(reduction, [(group, numbers_in(group)) for group in wrapped.groups], places)
+        wrapped.check_parameters()
+        require_final_gradients(params_of(wrapped.groups), wrapped.reduction().group)
+        run_hooks(wrapped.base, after=False)
+        self._step = _Step(View(wrapped.base), dict.fromkeys(p for p in params_of(wrapped.groups) if p.requires_grad))
         return self._step
 
     def _step_waiting(self, step: _Step) -> None:
-        """Step with the gradients that wait, as if the optimizer had no other parameters."""
+        """Measure the parameters that wait, and let the base step on them, with the S of before."""
         if not step.waiting:
             return
         waiting, step.waiting, step.elements = step.waiting, {}, 0
-        shown: dict[int, tuple[Group, list[Tensor]]] = {}
-        for p, grad in waiting.items():
-            group = step.places[p].group
-            shown.setdefault(id(group), (group, []))[1].append(p)
-            p.grad = grad
+        wrapped = self._wrapped
         try:
-            with shown_only(self._wrapped.base, list(shown.values())):
-                if self._wrapped.is_frozen:
-                    freezing.step_frozen(self._wrapped)
-                else:
-                    self._step_shown(step)
+            for p, grad in waiting.items():
+                p.grad = grad
+            buckets = wrapped.buckets(waiting, step.view.groups)
+            tuner = wrapped.read_tuners(buckets)[1]
+            scale = total_scale(tuner, torch)
+            if not wrapped.is_frozen:
+                sums = sums_of(buckets, tuner)
+                for bucket in buckets:
+                    bucket.discard_grads_unless(grad_sq_in(sums).isfinite())
+                for row, of_row in zip(tuners.rows_of(wrapped.groups), sums.unbind(), strict=True):
+                    step.sums[row] = step.sums[row] + of_row if row in step.sums else of_row
+            move(wrapped, buckets, Scaling(scale, scale), noises_of(wrapped, tuner), view=step.view)
         finally:
             for p in waiting:
                 p.grad = None
 
-    def _step_shown(self, step: _Step) -> None:
-        """Measure the parameters that are shown, and let the base step on them, with the S of before."""
-        wrapped = self._wrapped
-        _, buckets = wrapped.reduction_and_buckets(wrapped.decays_beside_delta())
-        tuner = wrapped.read_tuners(buckets)[1]
-        sums = sum_by_tuner([(bucket.row, bucket.measure()) for bucket in buckets], len(SUMS), like=tuner.scales)
-        finite = array_module(sums.device).isfinite(sums.unbind(-1)[_GRAD_SQ])
-        scale = total_scale(tuner, torch)
-        scaling = Scaling(scale, scale, noises=noises_of(wrapped.delta, tuner))
-        for bucket in buckets:
-            bucket.discard_grads_unless(finite)
-            bucket.scale_with(scaling)
-            if isinstance(bucket, StoredBucket):
-                bucket.number_as([step.places[p].number for p in bucket.params])
-        for bucket, stepped in zip(buckets, wrapped.step_base(buckets), strict=True):
-            bucket.move(stepped)
-        for row, of_row in zip(sorted(rows_of(wrapped.groups)), sums.unbind(), strict=True):
-            step.sums[row] = step.sums[row] + of_row.to(step.sums[row]) if row in step.sums else of_row
-
     def _finish(self, step: _Step) -> None:
         """From x_1 + S (Delta + u) to x_1 + S' k (Delta + u)."""
         wrapped = self._wrapped
-        waiting = [(group, [p for p in group["params"] if p not in step.come]) for group in wrapped.groups]
-        with shown_only(wrapped.base, waiting):  # without a gradient, they count as well
-            parts = [(bucket.row, bucket.measure()) for bucket in wrapped.reduction_and_buckets()[1]]
-        reduction, buckets = wrapped.reduction_and_buckets()
+        buckets = wrapped.buckets(held=step.view.groups)
         betas, tuner = wrapped.read_tuners(buckets)
-        rows = rows_of(wrapped.groups)
-        parts += [(rows[row], sums) for row, sums in step.sums.items()]
-        sums = reduction.sum(sum_by_tuner(parts, len(SUMS), like=tuner.scales))
-        tuned, scaling = tune(wrapped, betas, tuner, sums, steps_again=True)
-        for bucket in buckets:
-            for some in bucket.split(PART):  # half-precision parameters are worked on in float32
-                some.scale_with(scaling)
-                some.move([])
-        remember(wrapped, betas, tuned, array_module(sums.device).isfinite(sums.unbind(-1)[_GRAD_SQ]))
+        # Parameters without a gradient count as well.
+        sums = sums_of(wrapped.buckets(step.trained.keys() - step.come), tuner)
+        rows = tuners.rows_of(wrapped.groups)
+        sums += sum_by_tuner([(rows[row], part) for row, part in step.sums.items()], len(SUMS), like=tuner.scales)
+        sums = wrapped.sum_over_ranks(sums)
+        tuned, scaling = tune(wrapped, betas, tuner, sums, step.view.groups)
+        remember(wrapped, betas, tuned, grad_sq_in(sums).isfinite(), step.view.groups)
+        move(wrapped, buckets, scaling, noises_of(wrapped, tuner, again=True), view=step.view)
 
     def _refuse_unsuitable(self) -> None:
-        if self._is_suitable:
-            return
         if self._wrapped.skip_nonfinite:
             raise ValueError(
                 "skip_nonfinite=True needs all gradients before the first parameter steps, and inside the backward "
@@ -266,7 +213,6 @@ class Arrivals:
                 f"{type(self._wrapped.base).__name__} is not known to step every parameter by itself, so it cannot "
                 "step inside the backward pass; step after backward()"
             )
-        self._is_suitable = True
 
     def _set_hooks(self) -> None:
         """Have a hook on every parameter that is trained, if hooks are wanted."""
@@ -281,59 +227,3 @@ class Arrivals:
 
         for p in trained - self._handles.keys():
             self._handles[p] = p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-
-class StepsInBackward(Optimizer):
-    """The methods of :class:`mechanic.torch.Mechanic` that step inside the backward pass."""
-
-    _arrivals: Arrivals
-
-    def step_in_backward(self, enabled: bool = True) -> None:
-        """Step each parameter inside ``backward()``, as soon as its gradient is there, and free the gradient.
-
-        So the gradients are never all there at the same time. Call this once, and leave the training loop as it is:
-        ``step()`` after ``backward()`` then only tunes, and moves the parameters to the new scale. With
-        ``enabled=False`` all is as before.
-
-        There is nothing left to clip after ``backward()``: ``docs/memory.md`` tells what can be had instead, and what
-        is promised of NaN and infinite gradients. One backward pass is one step: gradients cannot be accumulated over
-        several. DDP, ``skip_nonfinite``, ``observe()`` and bases that look at several parameters at once are refused.
-
-        Example:
-            >>> import torch
-            >>> from mechanic.torch import Mechanic
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
-            >>> optimizer.step_in_backward()
-            >>> for _ in range(3):
-            ...     model(torch.ones(8, 4)).square().mean().backward()
-            ...     optimizer.step()
-            >>> model.weight.grad is None
-            True
-        """
-        self._arrivals.end()
-        self._arrivals.hook(enabled)
-
-    def step_parameter(self, parameter: Tensor, group: Group | None = None, i: int | None = None) -> None:
-        """Step one parameter and take its gradient, for trainers with hooks of their own; call ``step()`` at the end.
-
-        OneTrainer calls it so. ``group`` and ``i``, where it is in there, are not needed.
-        """
-        self._arrivals.take(parameter)
-
-    def step_param(self, p: Tensor, group: Group | None = None) -> None:
-        """The same for trainers that never call ``step()``, as sd-scripts: the step ends when all gradients have come.
-
-        If some parameters have no gradient, ``step()`` has to be called.
-        """
-        self._arrivals.take(p)
-        if self._arrivals.all_have_come:
-            self._arrivals.end()
-            mark_as_stepped(self)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. After a backward pass that was broken off, this also forgets what had come of it."""
-        if not is_inside_backward():
-            self._arrivals.warn_of_missing_step()
-            self._arrivals.give_up()
-        super().zero_grad(set_to_none)

@@ -6,32 +6,18 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
-from typing_extensions import TypedDict, Unpack  # which torch depends on
+from typing_extensions import Unpack  # which torch depends on
 
-from mechanic.config import TunerConfig
-from mechanic.torch.optimizer import Mechanic
+from mechanic.torch.optimizer import Mechanic, MechanicOptions
 from mechanic.torch.wrapped import BaseT
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-class MechanicOptions(TypedDict, total=False):
-    """The options of :class:`mechanic.torch.Mechanic`, which the classes of this module take as well."""
-
-    config: TunerConfig | Mapping[str, Any] | None
-    peak_lr: float | None
-    per_group: bool
-    skip_nonfinite: bool
-    own_iterates: bool
-    process_group: ProcessGroup | None
-    delta: torch.dtype | Literal["int8"] | None
+    pass
 
 
 class _MechanicType(type):

@@ -10,10 +10,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from typing_extensions import Unpack  # which torch depends on
 
-from mechanic.torch.bases import is_flat_part
-from mechanic.torch.factory import MechanicOptions
+from mechanic.torch.base import is_flat_part
 from mechanic.torch.layout import Group
-from mechanic.torch.optimizer import Mechanic
+from mechanic.torch.optimizer import Mechanic, MechanicOptions
 from mechanic.torch.roles import Roles, roles
 from mechanic.torch.shards import is_split_too_far
 from mechanic.torch.together import Together

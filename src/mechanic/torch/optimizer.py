@@ -5,44 +5,46 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import TypedDict  # which torch depends on
 
 from mechanic.config import TunerConfig
-from mechanic.torch import capture, checkpoint, freezing, step, tuners
-from mechanic.torch.backward import Arrivals, StepsInBackward
-from mechanic.torch.bases import keeps_own_iterates, refuse_unsuitable
+from mechanic.torch import checkpoint, step, tuners
+from mechanic.torch.backward import Arrivals
+from mechanic.torch.base import keeps_own_iterates, refuse_unsuitable
+from mechanic.torch.delta import check_choice
 from mechanic.torch.layout import Group, StateDict
-from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
-from mechanic.torch.stored import check_choice
+from mechanic.torch.private import (
+    is_inside_backward,
+    outside_of_compiled_code,
+    run_load_state_dict_hooks,
+    run_state_dict_hooks,
+)
+from mechanic.torch.shards import SharedGroup
 from mechanic.torch.together import switch_of
 from mechanic.torch.wrapped import BaseT, Wrapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
 
-T = TypeVar("T")
+class MechanicOptions(TypedDict, total=False):
+    """The options of :class:`mechanic.torch.Mechanic`, which the classes made of it take as well."""
+
+    config: TunerConfig | Mapping[str, Any] | None
+    peak_lr: float | None
+    per_group: bool
+    skip_nonfinite: bool
+    own_iterates: bool
+    process_group: ProcessGroup | None
+    delta: torch.dtype | Literal["int8"] | None
 
 
-class _OfBase(Generic[T]):
-    """An attribute of the base, looked up every time: load_state_dict replaces it there, and frameworks write to it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, mechanic: Mechanic[Any], owner: type | None = None) -> T:
-        value: T = getattr(mechanic.base, self._name)
-        return value
-
-    def __set__(self, mechanic: Mechanic[Any], value: T) -> None:
-        setattr(mechanic.base, self._name, value)
-
-
-class Mechanic(StepsInBackward, Generic[BaseT]):
+class Mechanic(Optimizer, Generic[BaseT]):
     """Learn the size of another optimizer's steps while training.
 
     Change ``optimizer = AdamW(model.parameters(), lr=3e-4)`` to
@@ -93,14 +95,7 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
     """
 
     _wrapped: Wrapped[BaseT]
-    state = _OfBase[Any]()
-    param_groups = _OfBase[list[Group]]()
-    defaults = _OfBase[dict[str, Any]]()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if cls is Mechanic and (args or kwargs) and not isinstance(args[0] if args else kwargs.get("base"), Optimizer):
-            refuse_unsuitable(args[0] if args else kwargs.get("base"))  # before Python refuses lr=1.0
-        return super().__new__(cls)
+    _arrivals: Arrivals
 
     def __init__(
         self,
@@ -121,9 +116,9 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         config = TunerConfig.of(config)
         if own_iterates := own_iterates or keeps_own_iterates(base):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
-        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group
-        wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None, delta=delta)
-        wrapped.begin()
+        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, SharedGroup(process_group), delta
+        wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
+        checkpoint.begin(wrapped)
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__({"_wrapped": wrapped, "_arrivals": Arrivals(wrapped)})
 
@@ -135,6 +130,32 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
     @property
     def config(self) -> TunerConfig:
         return self._wrapped.config
+
+    # The base's own, looked up every time: load_state_dict replaces them there, and frameworks write to them.
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -151,10 +172,9 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
             with torch.enable_grad():
                 loss = closure()
         self._wrapped.require_assigned_groups()
-        capture.refuse_step(self._wrapped)
         self._wrapped.settle_peak_lr()
         if not self._arrivals.step():
-            (freezing.step_frozen if self.is_frozen else step.step)(self._wrapped)
+            (step.step_frozen if self.is_frozen else step.step)(self._wrapped)
         return loss
 
     @outside_of_compiled_code
@@ -179,7 +199,6 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         """
         self._wrapped.require_assigned_groups()
         self._arrivals.refuse_observation()
-        capture.refuse_observation(self._wrapped)
         if not self.is_frozen:
             step.observe(self._wrapped)
         self.zero_grad()
@@ -198,6 +217,46 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         if (switch := switch_of(self.base, mode)) is not None:
             self._wrapped.require_assigned_groups()
             step.switch_mode(self._wrapped, switch)
+
+    def step_in_backward(self, enabled: bool = True) -> None:
+        """Step each parameter inside ``backward()``, as soon as its gradient is there, and free the gradient.
+
+        So the gradients are never all there at the same time. Call this once, and leave the training loop as it is:
+        ``step()`` after ``backward()`` then only tunes, and moves the parameters to the new scale. With
+        ``enabled=False`` all is as before.
+
+        There is nothing left to clip after ``backward()``: ``docs/memory.md`` tells what can be had instead, and what
+        is promised of NaN and infinite gradients. One backward pass is one step: gradients cannot be accumulated over
+        several, and nothing can be saved or copied between ``backward()`` and ``step()``. DDP, ``skip_nonfinite``,
+        ``observe()`` and bases that are not known to step every parameter by itself are refused.
+
+        Example:
+            >>> import torch
+            >>> from mechanic.torch import Mechanic
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
+            >>> optimizer.step_in_backward()
+            >>> for _ in range(3):
+            ...     model(torch.ones(8, 4)).square().mean().backward()
+            ...     optimizer.step()
+            >>> model.weight.grad is None
+            True
+        """
+        self._arrivals.hook(enabled)
+
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Step with the gradient of one parameter now, and free it; then call ``step()`` to end the step.
+
+        For trainers that have hooks of their own on the parameters, in place of :meth:`step_in_backward`.
+        """
+        self._arrivals.take(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients. After a backward pass that was broken off, this also forgets what had come of it."""
+        if not is_inside_backward():
+            self._arrivals.warn_of_missing_step()
+            self._arrivals.give_up()
+        super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters in mid-training. They start with Delta = 0 and join the tuner they name, or get a new one."""
@@ -224,11 +283,6 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         """
         return self._wrapped.learning_rates()
 
-    def get_avg_learning_rate(self) -> float:
-        """The mean of :meth:`learning_rates`; ai-toolkit asks an optimizer for it under this name."""
-        rates = self.learning_rates()
-        return sum(rates.values()) / len(rates)
-
     @property
     def nonfinite_steps(self) -> int:
         """How many steps so far had NaN or infinite gradients, whether they were skipped or not.
@@ -252,22 +306,24 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
     def freeze(self) -> None:
         """Stop tuning: keep S as it is, and drop Delta and its memory.
 
-        From now on a step is the base's own at ``lr * d``. If the base's update is not proportional to lr, a temporary
-        copy of the parameters is used in every step to scale it. NaN and infinite gradients reach the base, as they
-        would without Mechanic, unless it was built with ``skip_nonfinite=True``.
+        From now on a step is S times the base's own. NaN and infinite gradients reach the base, as they would without
+        Mechanic, unless it was built with ``skip_nonfinite=True``.
         """
-        self._arrivals.end()
-        freezing.freeze(self._wrapped)
+        self._arrivals.refuse_unfinished("freeze() was called")
+        step.freeze(self._wrapped)
 
     def release(self) -> BaseT:
         """Return the base, with its learning rates multiplied by what was learned. This Mechanic cannot step any more.
+
+        The base has to be one of torch's, or one with state in few bits, whose update is known to be proportional to
+        lr.
 
         Build a scheduler on the result with ``last_epoch=former.last_epoch - 1`` to continue a former one: a new
         scheduler makes its first step by itself.
         """
         self._wrapped.require_assigned_groups()
-        self._arrivals.end()
-        base = freezing.release(self._wrapped)
+        self._arrivals.refuse_unfinished("release() was called")
+        base = step.release(self._wrapped)
         self._arrivals.hook(False)
         return base
 
@@ -275,7 +331,7 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
 
     def state_dict(self) -> StateDict:
         """The base's state dict. :mod:`mechanic.torch.layout` lists what Mechanic adds to it."""
-        self._arrivals.end()
+        self._arrivals.refuse_unfinished("state_dict() was called")
         state_dict: StateDict = run_state_dict_hooks(self, lambda: checkpoint.state_dict_of(self.base))
         return state_dict
 
@@ -290,7 +346,7 @@ class Mechanic(StepsInBackward, Generic[BaseT]):
         self._arrivals.give_up()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._arrivals.end()
+        self._arrivals.refuse_unfinished("the optimizer was copied or pickled")
         return {"_wrapped": self._wrapped, "_arrivals": self._arrivals}
 
     def __repr__(self) -> str:

@@ -6,15 +6,13 @@ Each function says why the public API is not enough. ``tests/torch/test_private.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +26,7 @@ foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 
-# Join tensors into a flat one, and view a flat tensor in their shapes; DDP's buckets are made this way.
+# Join tensors into a flat one; DDP's buckets are made this way.
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 
 
@@ -53,16 +51,6 @@ def is_inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def local_tensor(dtensor: Any) -> Tensor:
-    """The part of a DTensor that this rank holds. ``to_local()`` returns a new tensor, which cannot be written back."""
-    return dtensor._local_tensor  # type: ignore[no-any-return]
-
-
-def set_local_tensor(dtensor: Any, data: Tensor) -> None:
-    """Let a DTensor hold other data under the same identity."""
-    dtensor._local_tensor = data
-
-
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a submesh was taken from."""
     if hasattr(mesh, "_get_root_mesh"):
@@ -77,9 +65,21 @@ def is_fsdp1_parameter(p: Tensor) -> bool:
     return bool(getattr(p, "_fsdp_flattened", False))
 
 
-def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """The hooks around an optimizer's step. torch can register and remove hooks, but not list them."""
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks before and after an optimizer's step. torch can register and remove hooks, but not list them."""
+    return [*optimizer._optimizer_step_pre_hooks.values()], [*optimizer._optimizer_step_post_hooks.values()]
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """The step of the optimizer's class, without the hooks and the profiler's label that torch has wrapped around it.
+
+    A scheduler or a compiler may have put another function in the place of the instance's ``step``.
+    """
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else step)(optimizer)
+
+
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def run_state_dict_hooks(optimizer: Optimizer, make: Callable[[], Any]) -> Any:
@@ -100,28 +100,6 @@ def run_load_state_dict_hooks(optimizer: Optimizer, state_dict: Any, load: Calla
     load(state_dict)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-
-
-@contextmanager
-def global_hooks_silenced() -> Iterator[None]:
-    """Keep hooks on all optimizers to one call per step, Mechanic's own: the base's step is a part of it.
-
-    The hooks are replaced by empty functions for the time being; there is no way to switch them off. If other threads
-    step optimizers at the same moment, the hooks are silent for those as well.
-    """
-    registries = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    silenced: list[tuple[Any, dict[int, Any]]] = [(registry, dict(registry)) for registry in registries]
-    for registry, hooks in silenced:
-        registry.update(dict.fromkeys(hooks, _do_nothing))
-    try:
-        yield
-    finally:
-        for registry, hooks in silenced:
-            registry.update((key, hook) for key, hook in hooks.items() if key in registry)  # it may have been removed
-
-
-def _do_nothing(*args: Any) -> None:
-    """Stands in for a hook."""
 
 
 def mark_as_stepped(optimizer: Any) -> None:

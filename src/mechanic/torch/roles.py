@@ -1,14 +1,17 @@
-"""What a parameter does in its model: matrix, embedding, head, vector, by the type and the place of its module."""
+"""Parameters by their place in a model: what each does (matrix, embedding, head, vector), and its layer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from mechanic.torch.layout import Group
 
 ROLES = {
     "matrix": "2-dim weight of a hidden layer",
@@ -122,6 +125,41 @@ def roles(model: nn.Module, overrides: Mapping[str, str] | None = None) -> Roles
     if unused:
         raise ValueError(f"no parameter has a name that fits {', '.join(map(repr, sorted(unused)))}")
     return Roles(by_role)
+
+
+def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
+    """Param groups that give every layer of a module a tuner of its own.
+
+    A layer is a submodule that holds parameters directly, so a weight and its bias stay together.
+
+    Args:
+        module: whose layers to tell apart.
+        groups: your own groups, if you have any, with their options; each is split by layer, and parts of one
+            layer in several groups (decay and no decay) share its tuner. A group that names a ``"tuner"`` is kept.
+
+    Example:
+        >>> import torch
+        >>> from mechanic.torch import Mechanic, layer_groups
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = Mechanic(torch.optim.AdamW(layer_groups(model), lr=1.0))
+        >>> optimizer.scales()
+        {'0': 0.0, '2': 0.0}
+    """
+    layer_of: dict[Tensor, str] = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
+    split: list[Group] = []
+    for group in [{"params": module.parameters()}] if groups is None else groups:
+        if "tuner" in group:
+            split.append(group)
+            continue
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # with their names, as torch takes them
+        if any(p not in layer_of for p in params):
+            raise ValueError("a group has parameters that are not the module's; give them a 'tuner' of their own")
+        split += [
+            {**group, "params": [p for p in params if layer_of[p] == layer], "tuner": layer}
+            for layer in dict.fromkeys(layer_of[p] for p in params)
+        ]
+    return split
 
 
 def _role_of(p: nn.Parameter, used: list[_Use], heads: set[nn.Module]) -> str:

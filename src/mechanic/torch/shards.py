@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mechanic.torch.private import is_fsdp1_parameter, local_tensor, root_mesh, set_local_tensor
+from mechanic.torch.private import is_fsdp1_parameter, root_mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def dtensor_class() -> type | None:
-    """None if nobody has imported it: importing takes most of a second, and whoever has a DTensor has done so."""
+def dtensor_class() -> Any:
+    """None if it was never imported: a DTensor implies that it was, and importing it takes 0.7 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -32,33 +32,26 @@ def is_dtensor(tensor: Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def locals_of(tensors: list[Tensor], *, sharded: bool) -> list[Tensor]:
-    """What this rank holds of tensors: the tensors themselves, unless they are DTensors."""
-    return [local_tensor(tensor) for tensor in tensors] if sharded else tensors
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
+    found: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return found
 
 
-def cut_grad_as_parameter(p: Tensor) -> None:
+def like(p: Any, data: Tensor) -> Tensor:
+    """A tensor that is spread over the ranks as p is, with other data on this one."""
+    if not is_dtensor(p):
+        return data
+    options = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+    found: Tensor = dtensor_class().from_local(data, p.device_mesh, p.placements, **options)
+    return found
+
+
+def cut_grad_as_parameter(p: Any) -> None:
     """Give a DTensor's gradient the placements of the parameter: autograd may leave it as partial sums."""
-    grad: Any = p.grad
-    if grad is not None and grad.placements != p.placements:  # type: ignore[attr-defined]
-        p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-
-
-def set_local(tensor: Tensor, data: Tensor) -> None:
-    """Let a tensor hold other data under the same identity."""
-    if is_dtensor(tensor):
-        set_local_tensor(tensor, data)
-    else:
-        tensor.data = data
-
-
-def wide_twin(p: Tensor, data: Tensor) -> Tensor:
-    """A DTensor laid out as a half-precision one, with other data in a wider dtype and p's gradient in it."""
-    twin = torch.empty_like(p, dtype=data.dtype, requires_grad=False)
-    set_local_tensor(twin, data)
-    if p.grad is not None:
-        twin.grad = p.grad.to(data.dtype)
-    return twin
+    grad = p.grad
+    if grad is not None and grad.placements != p.placements:
+        p.grad = grad.redistribute(placements=p.placements)
 
 
 def is_split_too_far(p: Tensor) -> bool:
@@ -109,6 +102,7 @@ class Reduction:
                 "Mechanic the group to sum over, Mechanic(base, process_group=torch.distributed.group.WORLD)"
             )
         self.group = process_group or _group_of(layouts)
+        self._names: list[str] | None = None  # of the tuners, once all ranks were found to have the same
         size = 1 if self.group is None else self.group.size()
         self._plain_weight = 1.0 if process_group else 1.0 / size
         self._weights = {
@@ -120,9 +114,7 @@ class Reduction:
         """Whether it was made for parameters with these placements: frameworks swap parameters for sharded ones."""
         dtensor = dtensor_class()
         return dtensor is None or all(
-            (p.device_mesh, p.placements) in self._weights  # type: ignore[attr-defined]
-            for p in params
-            if isinstance(p, dtensor)
+            (p.device_mesh, p.placements) in self._weights for p in params if isinstance(p, dtensor)
         )
 
     def weight(self, p: Tensor) -> float:
@@ -131,11 +123,73 @@ class Reduction:
             return self._weights[p.device_mesh, p.placements]  # type: ignore[attr-defined]
         return self._plain_weight
 
-    def sum(self, sums: Tensor) -> Tensor:
-        """The only collective."""
+    def sum(self, sums: Tensor, names: list[str]) -> Tensor:
+        """The only collective, but for one that compares the names of the tuners when they are new."""
         if self.group is not None:
+            if type(sums) is Tensor:  # and not a fake one
+                self._compare(names)
             dist.all_reduce(sums, group=self.group)
         return sums
+
+    def _compare(self, names: list[str]) -> None:
+        """Raise if another rank has other tuners, or in another order: the sums of different tuners would be added."""
+        if names == self._names or self.group is None:
+            return
+        found: list[list[str]] = [[]] * self.group.size()
+        dist.all_gather_object(found, names, group=self.group)
+        if any(others != names for others in found):
+            raise ValueError(
+                f"the ranks have different tuners, or have them in another order: {_differences(found)}. Build the "
+                "param groups in the same order on every rank, for example from a list and not from a set"
+            )
+        self._names = names
+
+
+def mean_over_copies(sums: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The mean over all ranks if each holds a copy of the model, as under DDP; else as it is.
+
+    Gradients of a held-out batch may not have been reduced, and each rank would then go its own way.
+    """
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+        sums /= dist.get_world_size()
+    return sums
+
+
+def _differences(found: list[list[str]]) -> str:
+    ranks_by_names: dict[str, list[int]] = {}
+    for rank, names in enumerate(found):
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        ranks_by_names.setdefault(f"{len(names)} ({shown})", []).append(rank)
+    return "; ".join(f"rank {ranks[0]} has {names}" for names, ranks in ranks_by_names.items())
+
+
+class SharedGroup:
+    """A process group as something that can be copied; only the group of all ranks can be pickled."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> SharedGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is None:
+            return SharedGroup, (None,)
+        if self.group is not dist.group.WORLD:
+            raise TypeError(
+                "a Mechanic with a process_group other than torch.distributed.group.WORLD cannot be pickled; "
+                "save its state_dict()"
+            )
+        return _group_of_all, ()
+
+
+def _group_of_all() -> SharedGroup:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "a Mechanic with a process_group can be unpickled after torch.distributed.init_process_group"
+        )
+    return SharedGroup(dist.group.WORLD)
 
 
 def require_final_gradients(params: Iterable[Tensor], group: ProcessGroup | None) -> None:

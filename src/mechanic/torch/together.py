@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.layout import Group, StateDict, params_of
-from mechanic.torch.private import global_hooks_silenced, run_load_state_dict_hooks
+from mechanic.torch.private import run_load_state_dict_hooks, step_hooks, step_without_hooks
 
 OPTIMIZER = "optimizer"
 """The entry of a param group that names its optimizer."""
@@ -86,24 +85,36 @@ class Together(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name in self.by_name:
-            member = self._up_to_date(name)
-            if not member.param_groups:  # it has none, or is not shown them
-                continue
-            try:
-                with global_hooks_silenced():  # they are called around this step, once
-                    member.step()
-            finally:
-                self._collect(member)
+        for member in self.members:
+            for hook in step_hooks(member)[0]:
+                hook(member, (member,), {})
+        self.step_members()
+        for member in self.members:
+            for hook in step_hooks(member)[1]:
+                hook(member, (member,), {})
         return loss
+
+    def step_members(self) -> None:
+        """Let every optimizer step that has param groups here, without the hooks on its step."""
+        for name in self.by_name:
+            self._call(name, step_without_hooks)
 
     def switch(self, mode: str) -> None:
         """Call ``train()`` or ``eval()`` of the optimizers that have it (Schedule-Free)."""
-        for name in self.by_name:
-            member = self._up_to_date(name)
-            if (function := getattr(member, mode, None)) is not None:
-                function()
-                self._collect(member)
+        for name, member in self.by_name.items():
+            if hasattr(member, mode):
+                self._call(name, lambda shown: getattr(shown, mode)())
+
+    def _call(self, name: str, function: Callable[[Optimizer], Any]) -> None:
+        """Call a function with one of the optimizers, as a stand-in that has its groups and its state as they are."""
+        member = self.by_name[name]
+        groups, state = self._part_of(member)
+        if not groups:
+            return
+        shown = stand_in(member, groups, lambda _: state)
+        function(shown)
+        self._collect(shown)
+        take_over(shown, member)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to the optimizer that the group names, ``{"params": ..., "optimizer": "AdamW"}``."""
@@ -151,11 +162,13 @@ class Together(Optimizer):
     def _up_to_date(self, name: str) -> Optimizer:
         """An optimizer with its groups and its state. The truth is here, since others write to it."""
         member = self.by_name[name]
-        groups = zip(owners_of(self), self.param_groups, strict=True)
-        member.param_groups = [group for owner, group in groups if owner is member]
-        own = {p: self.state[p] for p in params_of(member.param_groups) if p in self.state}
-        member.state = defaultdict(dict, own)
+        member.param_groups, member.state = self._part_of(member)
         return member
+
+    def _part_of(self, member: Optimizer) -> tuple[list[Group], defaultdict[Tensor, Any]]:
+        """The groups and the state of one of the optimizers."""
+        groups = [g for owner, g in zip(owners_of(self), self.param_groups, strict=True) if owner is member]
+        return groups, defaultdict(dict, {p: self.state[p] for p in params_of(groups) if p in self.state})
 
     def _collect(self, member: Optimizer) -> None:
         """Take over the state that an optimizer has made."""
@@ -167,6 +180,35 @@ class Together(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "by_name": self.by_name}
+
+
+def stand_in(base: Optimizer, groups: list[Group], state_of: Callable[[Optimizer], Any]) -> Any:
+    """An optimizer like this one, with other groups and state, to call its methods without changing it.
+
+    An optimizer inside it (Lookahead's) is replaced as well: it has the same groups, and a state of its own.
+    """
+    found: Any = object.__new__(type(base))
+    vars(found).update(vars(base))
+    inner = {name: value for name, value in vars(base).items() if isinstance(value, Optimizer)}
+    vars(found).update({name: stand_in(value, groups, state_of) for name, value in inner.items()})
+    vars(found).pop("step", None)  # of this instance: what a scheduler has put there is bound to it
+    vars(found).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    if not isinstance(getattr(type(base), "param_groups", None), property):
+        found.param_groups = groups
+    found.state = state_of(base)
+    return found
+
+
+NOT_TAKEN_OVER = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def take_over(shown: Optimizer, base: Optimizer) -> None:
+    """Set what a stand-in has set on itself, but for groups and state."""
+    for name, value in vars(shown).items():
+        if name in vars(base) and isinstance(vars(base)[name], Optimizer):
+            take_over(value, vars(base)[name])
+        elif name not in NOT_TAKEN_OVER and vars(base).get(name) is not value:
+            vars(base)[name] = value
 
 
 def members_of(base: Optimizer) -> list[Optimizer]:
@@ -190,11 +232,12 @@ def names_by_group(base: Optimizer) -> list[str]:
     return [names.get(id(owner), type(owner).__name__) for owner in owners]
 
 
-def switch_of(base: Optimizer, mode: str) -> Callable[[], Any] | None:
-    """The ``train()`` or ``eval()`` of a base, of those of its optimizers that have it (Schedule-Free), or None."""
+def switch_of(base: Optimizer, mode: str) -> Callable[[Any], Any] | None:
+    """What calls ``train()`` or ``eval()`` of a base, or of a stand-in for it; None if it has none (Schedule-Free)."""
     if isinstance(base, Together):
-        return partial(base.switch, mode) if any(hasattr(member, mode) for member in members_of(base)) else None
-    return getattr(base, mode, None)
+        has_mode = any(hasattr(member, mode) for member in members_of(base))
+        return (lambda shown: shown.switch(mode)) if has_mode else None
+    return (lambda shown: getattr(shown, mode)()) if hasattr(base, mode) else None
 
 
 def options_of(base: Optimizer) -> set[str]:

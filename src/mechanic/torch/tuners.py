@@ -5,17 +5,18 @@ Every group holds a copy of its tuner, so that no checkpoint route can separate 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mechanic.config import TunerConfig
-from mechanic.torch.kernels.rounding import tuner_dtype
 from mechanic.torch.layout import (
-    DELTA,
     FORMAT,
     FROZEN,
     GROUP_KEYS,
@@ -34,39 +35,16 @@ from mechanic.tuner import TunerState
 _SCALES = 1 + TunerState._fields.index("scales")  # the row of a group's tuner, after the betas
 
 
-def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
-    """Param groups that give every layer of a module a tuner of its own.
+def tuner_dtype(device: torch.device) -> torch.dtype:
+    """float64 if the device has it: 1 - 0.999999 leaves one digit of a float32."""
+    return torch.float64 if _has_float64(device) else torch.float32
 
-    A layer is a submodule that holds parameters directly, so a weight and its bias stay together.
 
-    Args:
-        module: whose layers to tell apart.
-        groups: your own groups, if you have any, with their options; each is split by layer, and parts of one
-            layer in several groups (decay and no decay) share its tuner. A group that names a ``"tuner"`` is kept.
-
-    Example:
-        >>> import torch
-        >>> from mechanic.torch import Mechanic, layer_groups
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        >>> optimizer = Mechanic(torch.optim.AdamW(layer_groups(model), lr=1.0))
-        >>> optimizer.scales()
-        {'0': 0.0, '2': 0.0}
-    """
-    layer_of: dict[Tensor, str] = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
-    split: list[Group] = []
-    for group in [{"params": module.parameters()}] if groups is None else groups:
-        if "tuner" in group:
-            split.append(group)
-            continue
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        params = [p[1] if isinstance(p, tuple) else p for p in params]  # with their names, as torch takes them
-        if any(p not in layer_of for p in params):
-            raise ValueError("a group has parameters that are not the module's; give them a 'tuner' of their own")
-        split += [
-            {**group, "params": [p for p in params if layer_of[p] == layer], "tuner": layer}
-            for layer in dict.fromkeys(layer_of[p] for p in params)
-        ]
-    return split
+@functools.cache
+def _has_float64(device: torch.device) -> bool:
+    if device.type == "xpu":  # Intel's data-centre GPUs have it, Arc does not
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
 
 
 def tuner_names(groups: list[Group], *, per_group: bool) -> list[str]:
@@ -189,10 +167,26 @@ def read_on_host(groups: list[Group]) -> TunerState:
     return TunerState(*torch.stack([group[TUNER].cpu() for group in groups]).unbind(1)[1:])
 
 
-def remember_rates(groups: list[Group]) -> None:
-    """Store the learning rate of the step that was made: by the time it is read, a scheduler has set the next one."""
+def largest_lr(groups: list[Group]) -> float:
+    """The largest of the present learning rates; 1 for bases that have none."""
+    return max(float(group["lr"]) if group.get("lr") is not None else 1.0 for group in groups)
+
+
+def rebase(groups: list[Group], peak_lr: float) -> None:
+    """Let another learning rate count as 1 for groups that share a tuner: those of a script that has resumed."""
+    row = 1 + TunerState._fields.index("largest_rate")
     for group in groups:
-        lr, former = group.get("lr"), group.get(LAST_LR)
+        group[TUNER][row] *= peak_lr / group[PEAK_LR]
+        group[PEAK_LR] = peak_lr
+
+
+def remember_rates(groups: list[Group], held: list[Group] | None = None) -> None:
+    """Store the learning rate of the step that was made: by the time it is read, a scheduler has set the next one.
+
+    ``held`` is what the groups held when the step began, if somebody may have written to them since.
+    """
+    for group, begun in zip(groups, held or groups, strict=True):
+        lr, former = begun.get("lr"), group.get(LAST_LR)
         if isinstance(lr, Tensor) and isinstance(former, Tensor):
             former.copy_(lr)  # in place, as CUDA graphs need it
         elif lr is not None:
@@ -266,33 +260,72 @@ def make_shown(groups: list[Group]) -> None:
             group["d"] = tuner.new_zeros(())
 
 
-class MissingParameterCheck:
-    """Remembers which parameters every tuner stepped with, and raises if some of them are gone at the next step."""
+def warn_user(message: str) -> None:
+    """Warn, with the line of the first caller outside of Mechanic and PyTorch."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mechanic", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+class WarnOnce:
+    """The warnings of one optimizer, each given once."""
 
     def __init__(self) -> None:
-        self._groups: tuple[tuple[int, int], ...] = ()  # identity and size of the groups that stepped last
-        self._params: dict[int, set[Tensor]] = {}  # of every tuner, when it last stepped
+        self._topics: set[str] = set()
 
-    def rows(self) -> list[int]:
-        """The rows of all tuners that have stepped, whether they are still there or not."""
-        return list(self._params)
+    def nothing_is_learned(self, steps: int, nonfinite: int) -> None:
+        self._warn(
+            "nonfinite",
+            f"{nonfinite} of {steps + nonfinite} steps so far had NaN or inf gradients, and nothing is learned from "
+            "such steps. With a GradScaler, call scaler.step(optimizer), which unscales the gradients, not "
+            "optimizer.step(); otherwise look for NaN in the loss",
+        )
 
-    def check(self, groups: list[Group], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """One S scales all parameters that a tuner has moved, so it cannot step without some of them."""
-        stepping = tuple((id(group), len(group["params"])) for group in groups)
-        if stepping == self._groups:
-            return
-        present: dict[int, set[Tensor]] = {}
-        for group in groups:
-            present.setdefault(group[ROW], set()).update(group["params"])
-        in_some_group = set(params_of(groups))
-        for row, params in present.items():
-            if any(DELTA in state.get(p, ()) for p in self._params.get(row, params) - in_some_group):
-                raise RuntimeError(
-                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
-                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
-                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
-                    "If they were removed for good, delete their optimizer.state"
-                )
-        self._groups = stepping
-        self._params.update(present)
+    def step_is_missing(self) -> None:
+        self._warn(
+            "missing step",
+            "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): Mechanic "
+            "learns nothing from such a pass. With step_in_backward(), too, call step() after backward()",
+        )
+
+    def nothing_is_trained(self) -> None:
+        self._warn(
+            "no gradients",
+            "no parameter of this optimizer has had a gradient in its first 10 steps. Build the optimizer after "
+            "fully_shard, and after everything else that replaces the parameters of the model",
+        )
+
+    def one_step_dominates(self) -> None:
+        self._warn(
+            "dominated",
+            "the gradient of one step outweighs those of all others together, hundreds of times over, and S and "
+            "the base's state recover slowly. Load a checkpoint from before it, and clip the gradients before step(): "
+            "torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)",
+        )
+
+    def scale_at_bound(self, min_lr: float, max_lr: float) -> None:
+        self._warn(
+            "bound",
+            f"S is held by a bound, min_lr={min_lr:g} or max_lr={max_lr:g} of the config: Mechanic would have chosen "
+            "another learning rate. Widen the bound, unless you meant it to hold",
+        )
+
+    def rate_above_peak(self, lr: float, peak_lr: float) -> None:
+        self._warn(
+            "resumed",
+            f"the learning rate has risen to {lr:g}, and the peak in the loaded checkpoint is {peak_lr:g}. If the "
+            f"scheduler was not restored from the checkpoint, build the base optimizer with lr={peak_lr:g}",
+        )
+
+    def another_peak(self, start: float, peak_lr: float) -> None:
+        self._warn(
+            "peak",
+            f"a scheduler starts from a learning rate of {start:g}, not from the {peak_lr:g} that the base "
+            "was built with and that counts as 1; pass the peak of the schedule, Mechanic(base, peak_lr=...)",
+        )
+
+    def _warn(self, topic: str, message: str) -> None:
+        if topic not in self._topics:
+            self._topics.add(topic)
+            warn_user(message)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,21 +14,14 @@ from torch.optim import Optimizer
 
 from mechanic.config import TunerConfig
 from mechanic.torch import tuners
-from mechanic.torch.base_step import step_base
-from mechanic.torch.bases import DirectStepCheck, ascends, decoupled_decays, knows_bfloat16, refuse_parts_of_matrices
-from mechanic.torch.buckets import Bucket, widened
-from mechanic.torch.grouping import buckets_of, mechanic_state_of
-from mechanic.torch.kernels.eager import is_on_host
-from mechanic.torch.kernels.rounding import is_half_precision
-from mechanic.torch.layout import FROZEN, OWN_ITERATES, PEAK_LR, SKIPPED, Group, params_of
-from mechanic.torch.shards import Reduction
-from mechanic.torch.stored import is_stored
+from mechanic.torch.base import DirectStepCheck, refuse_parts_of_matrices
+from mechanic.torch.buckets import Bucket, Options, buckets_of
+from mechanic.torch.delta import dtype_of_delta, mechanic_state
+from mechanic.torch.layout import DELTA, FROZEN, OWN_ITERATES, PEAK_LR, ROW, SKIPPED, Group, params_of
+from mechanic.torch.lists import is_on_host
+from mechanic.torch.shards import Reduction, SharedGroup
 from mechanic.torch.together import names_by_group, options_of
-from mechanic.torch.warn import WarnOnce
 from mechanic.tuner import SUMS, TunerState, is_at_bound, is_dominated
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 BaseT = TypeVar("BaseT", bound=Optimizer)
 
@@ -42,17 +36,18 @@ class Wrapped(Generic[BaseT]):
     per_group: bool
     skip_nonfinite: bool
     own_iterates: bool
-    process_group: ProcessGroup | None
+    process_group: SharedGroup
+    delta: torch.dtype | str | None  # what Delta is stored in; None is the working dtype
     peak_is_settled: bool = False  # the first step has been made, so the peak of the schedule is known
     observed: dict[int, Tensor] | None = None  # this rank's sums for the next step, [5] by row of the tuner
-    delta: torch.dtype | str | None = None  # what Delta is stored in; None is the working dtype
+    resumed: dict[int, tuple[float, float]] = field(default_factory=dict)  # by row, see note_resume
 
     # Everything below is made anew in a copy and when unpickled.
     elements: int = field(default=0, init=False)  # of the parameters that the optimizer was built with
-    is_linear_in_lr: bool | None = field(default=None, init=False)  # the base; None until it is needed
-    missing: tuners.MissingParameterCheck = field(default_factory=tuners.MissingParameterCheck, init=False)
-    warn_once: WarnOnce = field(default_factory=WarnOnce, init=False)
-    table: object = field(default=None, init=False)  # of the kernels for GPUs
+    warn_once: tuners.WarnOnce = field(default_factory=tuners.WarnOnce, init=False)
+    idle_steps: int = field(default=0, init=False)  # at the start, without any gradient
+    _rows: dict[weakref.ref[Tensor], int] = field(default_factory=dict, init=False)  # of parameters that have stepped
+    _checked: list[int] = field(default_factory=list, init=False)  # identities of the parameters that stepped last
     _reduction: Reduction | None = field(default=None, init=False)
     _direct_steps: DirectStepCheck | None = field(default=None, init=False)
 
@@ -60,19 +55,6 @@ class Wrapped(Generic[BaseT]):
         self.elements = sum(p.numel() for p in params_of(self.groups))
         if tuners.is_assigned(self.groups[0]):  # in a copy; a new one checks everything first
             self.watch_direct_steps()
-
-    def begin(self) -> None:
-        """Give every group a tuner, once everything has been checked."""
-        self.assign_tuners()
-        try:
-            if any(is_half_precision(p.dtype) for p in params_of(self.groups) if p in self.base.state):
-                with self.as_it_steps():
-                    self.base.load_state_dict(self.base.state_dict())  # casts state to what the base will step on
-        except Exception:
-            tuners.remove_tuners(self.groups)
-            raise
-        self.complete_state()
-        self.watch_direct_steps()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
@@ -85,10 +67,6 @@ class Wrapped(Generic[BaseT]):
     def is_frozen(self) -> bool:
         return FROZEN in self.groups[0]
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Of the parameters that are trained."""
-        return {p.dtype for p in params_of(self.groups) if p.requires_grad}
-
     # Param groups and tuners.
 
     def require_assigned_groups(self) -> None:
@@ -99,7 +77,7 @@ class Wrapped(Generic[BaseT]):
             self.assign_tuners()
 
     def assign_tuners(self) -> None:
-        former_rows = [*self.missing.rows(), *(self.observed or ())]
+        former_rows = [*self._rows.values(), *(self.observed or ())]
         options: dict[str, Any] = {"per_group": self.per_group, "former_rows": former_rows}
         tuners.assign_tuners(self.groups, self.config, self.peak_lr, names_by_group(self.base), **options)
         if self.own_iterates:
@@ -135,8 +113,12 @@ class Wrapped(Generic[BaseT]):
         scales = self.scales()
         return {name: scales[name] * max(map(tuners.last_rate, groups)) for name, groups in self.by_tuner().items()}
 
+    # The learning rate that counts as 1.
+
     def settle_peak_lr(self) -> None:
         """Before the first step, look for a ``OneCycleLR``, which brings a peak of its own."""
+        if self.resumed:
+            self._compare_with_resumed_rates()
         if self.peak_is_settled:
             return
         for sharing in self.by_tuner().values():
@@ -148,46 +130,81 @@ class Wrapped(Generic[BaseT]):
         # A step with lr = 0 moves nothing: torch.distributed.checkpoint makes one before it loads.
         self.peak_is_settled = not all(group.get("lr") == 0.0 for group in self.groups)
 
+    def note_resume(self, former: list[Group]) -> None:
+        """Remember the peak that this script has, and the rate of the checkpoint, of tuners whose peaks differ.
+
+        The checkpoint brings the peak and the rates. A scheduler that is not restored from it goes on with rates of
+        this script, as if they had the checkpoint's peak.
+        """
+        self.resumed = {
+            group[ROW]: (float(before[PEAK_LR]), tuners.largest_lr([g for g in self.groups if g[ROW] == group[ROW]]))
+            for group, before in zip(self.groups, former, strict=True)
+            if PEAK_LR in before and not math.isclose(before[PEAK_LR], group[PEAK_LR], rel_tol=1e-6)
+        }
+
+    def _compare_with_resumed_rates(self) -> None:
+        """After a resume with another lr: find out from the first change of the rate whose units it has."""
+        for sharing in self.by_tuner().values():
+            row, peak = sharing[0][ROW], float(sharing[0][PEAK_LR])
+            here, loaded = self.resumed.get(row, (peak, 0.0))
+            lr = tuners.largest_lr(sharing)
+            peaks = [float(group["max_lr"]) for group in sharing if "max_lr" in group]  # of a OneCycleLR
+            if here == peak or lr <= 0 or (lr == loaded and not peaks):
+                continue
+            if peaks or (loaded > 0 and abs(math.log(lr / loaded * peak / here)) < abs(math.log(lr / loaded))):
+                tuners.rebase(sharing, max(peaks, default=here))
+                del self.resumed[row]
+            elif lr > peak * (1 + 1e-6):
+                self.warn_once.rate_above_peak(lr, peak)
+            else:
+                self.resumed[row] = here, 0.0  # the scheduler was restored, or only its further course can tell
+
+    def _warn_of_another_peak(self, sharing: list[Group]) -> None:
+        """CyclicLR, for example, ignores the learning rate that the base was built with."""
+        starts = [float(group["initial_lr"]) for group in sharing if "initial_lr" in group]
+        peak_lr = sharing[0][PEAK_LR]
+        if starts and max(starts) != peak_lr and not any("max_lr" in group for group in sharing):
+            self.warn_once.another_peak(max(starts), peak_lr)
+
     # Parameters.
 
-    def reduction_and_buckets(self, decays: list[float] | None = None) -> tuple[Reduction, list[Bucket]]:
-        """The sum over ranks, and the parameters in lists. ``decays`` are given if the base is to step on Delta."""
-        reduction = self.reduction()
-        buckets = buckets_of(
-            self.groups,
-            self.base.state,
-            reduction,
-            frozen=self.is_frozen,
-            ascends=ascends(self.base),
-            own_iterates=self.own_iterates,
-            decays=decays,
-            delta=self.delta,
-            in_own_dtype=self.is_in_own_dtype,
-        )
-        return reduction, buckets
+    def buckets(self, params: Collection[Tensor] | None = None, held: list[Group] | None = None) -> list[Bucket]:
+        """The parameters that are trained in lists, or some of them. ``held`` is what the groups held before."""
+        options = Options(self.delta, self.own_iterates, self.is_frozen)
+        return buckets_of(self.base, self.reduction(), options, params, held)
 
     def reduction(self) -> Reduction:
         if self._reduction is None or not self._reduction.knows(params_of(self.groups)):
             refuse_parts_of_matrices(self.base)
-            self._reduction = Reduction(params_of(self.groups), self.process_group, self.elements)
+            self._reduction = Reduction(params_of(self.groups), self.process_group.group, self.elements)
         return self._reduction
 
-    def decays_beside_delta(self) -> list[float] | None:
-        """Weight decay by group if the base is to step on Delta itself, see :func:`decoupled_decays`; else None."""
-        dtypes = self.dtypes()
-        # In half precision x cannot hold x_1 for the time of the base's step. It need not if Delta is stored.
-        if self.own_iterates or any(is_half_precision(t) and not is_stored(t, self.delta) for t in dtypes):
-            return None
-        return decoupled_decays(self.base, also_at_zero=self.is_in_own_dtype and dtypes == {torch.bfloat16})
+    def sum_over_ranks(self, sums: Tensor) -> Tensor:
+        names = {group[ROW]: name for name, sharing in self.by_tuner().items() for group in sharing}
+        return self.reduction().sum(sums, [names[row] for row in tuners.rows_of(self.groups)])
 
-    @property
-    def is_in_own_dtype(self) -> bool:
-        """Whether the base sees bfloat16 parameters as such, and makes its state of them as it does by itself."""
-        return not self.own_iterates and is_stored(torch.bfloat16, self.delta) and knows_bfloat16(self.base)
+    def check_parameters(self) -> None:
+        """Raise if a parameter that was moved is in no group now: one S scales all that a tuner has moved."""
+        params = list(params_of(self.groups))
+        if (identities := [id(p) for p in params]) == self._checked:
+            return
+        stepping, present = {group[ROW] for group in self.groups}, set(params)
+        for known, row in self._rows.items():
+            p = known()
+            if p is not None and row in stepping and p not in present and DELTA in self.base.state.get(p, ()):
+                raise RuntimeError(
+                    "parameters that Mechanic has moved are in no param group now. DeepSpeed's ZeRO steps its "
+                    "optimizer group by group, and a tuner needs all its gradients in one step: put all parameters "
+                    "into one param group, tune the groups apart, Mechanic(base, per_group=True), or use fully_shard. "
+                    "If they were removed for good, delete their optimizer.state"
+                )
+        self._rows = {known: row for known, row in self._rows.items() if known() is not None}
+        self._rows.update((weakref.ref(p), group[ROW]) for group in self.groups for p in group["params"])
+        self._checked = identities
 
-    def as_it_steps(self) -> AbstractContextManager[None]:
-        """While the base loads state: show it parameters in the dtype that it steps on, which torch casts to."""
-        return widened(self.base, but_for=torch.bfloat16 if self.is_in_own_dtype else None)
+    def forget_parameters(self) -> None:
+        """Others may be in the groups from now on."""
+        self._rows, self._checked = {}, []
 
     def complete_state(self) -> None:
         """Put Delta beside all state that the base has, so that every checkpoint is complete.
@@ -200,21 +217,8 @@ class Wrapped(Generic[BaseT]):
 
     def keep(self, p: Tensor, entries: dict[str, Tensor]) -> None:
         """Put entries of Mechanic's beside the base's state of a parameter, in the dtypes that they are kept in."""
-        self.base.state[p].update(mechanic_state_of(p, entries, frozen=self.is_frozen, delta=self.delta))
-
-    # The base's own step.
-
-    def step_base(
-        self,
-        buckets: list[Bucket],
-        *,
-        scale_lr: bool = False,
-        instead: Callable[[], Any] | None = None,
-        only_these: bool = False,
-    ) -> list[list[Tensor]]:
-        """See :func:`mechanic.torch.base_step.step_base`."""
-        with self._direct_steps.expected() if self._direct_steps else nullcontext():
-            return step_base(self.base, buckets, scale_lr=scale_lr, instead=instead, only_these=only_these)
+        delta = None if self.is_frozen else dtype_of_delta(p.dtype, self.delta)
+        self.base.state[p].update(mechanic_state(p, entries, delta))
 
     def watch_direct_steps(self, *, watch: bool = True) -> None:
         """Warn if somebody calls the base's ``step`` directly; or stop watching."""
@@ -251,6 +255,13 @@ class Wrapped(Generic[BaseT]):
             group[SKIPPED] = skipped
         self.warn_if_nothing_is_learned()
 
+    def warn_if_nothing_is_trained(self, buckets: list[Bucket]) -> None:
+        """An optimizer that was built before fully_shard holds parameters that never get a gradient."""
+        if self.idle_steps >= 0:
+            self.idle_steps = -1 if any(bucket.moves for bucket in buckets) else self.idle_steps + 1
+            if self.idle_steps == 10:
+                self.warn_once.nothing_is_trained()
+
     def warn_if_nothing_is_learned(self, finite: Tensor | None = None) -> None:
         """Warn if most gradients were NaN or infinite; with flags of this step, only if they show some on the host."""
         if finite is not None and (not is_on_host(finite) or bool(finite.all())):
@@ -268,10 +279,3 @@ class Wrapped(Generic[BaseT]):
             self.warn_once.one_step_dominates()
         if self.config.has_bounds and bool(is_at_bound(tuner, self.config, torch).any()):
             self.warn_once.scale_at_bound(self.config.min_lr, self.config.max_lr)
-
-    def _warn_of_another_peak(self, sharing: list[Group]) -> None:
-        """CyclicLR, for example, ignores the learning rate that the base was built with."""
-        starts = [float(group["initial_lr"]) for group in sharing if "initial_lr" in group]
-        peak_lr = sharing[0][PEAK_LR]
-        if starts and max(starts) != peak_lr and not any("max_lr" in group for group in sharing):
-            self.warn_once.another_peak(max(starts), peak_lr)

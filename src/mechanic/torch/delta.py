@@ -1,4 +1,4 @@
-"""Delta in fewer bytes: bfloat16, or int8 with a scale for every block.
+"""What Delta is stored in: its parameter's working dtype, bfloat16, or int8 with a scale for every block.
 
 Rounding is stochastic: a number between two that can be stored becomes the upper or the lower one, with probabilities
 that make the mean right. Rounding to nearest would lose for good what a step adds below the last bit. Loading a
@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.kernels.whole import flat_views
+from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL
+from mechanic.torch.shards import local
+
+INT8 = "int8"
+
+CHOICES = (None, torch.float32, torch.bfloat16, INT8)
+"""What Mechanic's ``delta`` can be."""
+
+RESIDUAL_DTYPE = torch.bfloat16
+"""Of what rounding cuts off a half-precision parameter: two bytes with the range of float32, eight more bits."""
 
 BLOCK = 256
 """Elements that share a scale: 4 bytes in 256 are 1.6 % of the memory."""
@@ -39,15 +48,15 @@ _CUT = 1 << 16  # bfloat16 is the upper half of a float32
 class Stored(NamedTuple):
     """The Delta of one tensor, or of a part of it that begins at a multiple of ROW."""
 
-    codes: Tensor  # bfloat16, int8 or float32
+    codes: Tensor  # int8, bfloat16, or Delta itself
     scales: Tensor | None = None  # [blocks], of int8
     number: int = 0  # of the tensor, so that tensors round differently
     first: int = 0  # which element of the tensor the codes begin with
 
-    def part(self, first: int, end: int) -> Stored:
-        """Some elements of flat codes, from a multiple of ROW on."""
-        scales = None if self.scales is None else self.scales[first // BLOCK : blocks_in(end)]
-        return Stored(self.codes[first:end], scales, self.number, self.first + first)
+    def part(self, codes: Tensor, first: int) -> Stored:
+        """Some of the codes, from the element ``first`` on, which is a multiple of ROW."""
+        scales = None if self.scales is None else self.scales[first // BLOCK : blocks_in(first + codes.numel())]
+        return Stored(codes, scales, self.number, self.first + first)
 
 
 def blocks_in(elements: int) -> int:
@@ -126,10 +135,10 @@ def _mixed(number: Any, salt: int) -> Any:
     return mixed ^ (mixed >> 16)
 
 
-def decode(stored: Stored, out: Tensor | None = None) -> Tensor:
-    """In float32, with the shape and memory order of the codes; ``out`` has to have these."""
+def decode(stored: Stored) -> Tensor:
+    """A new tensor in float32, with the shape and memory order of the codes."""
     codes = stored.codes
-    values = torch.empty_like(codes, dtype=torch.float32) if out is None else out
+    values = torch.empty_like(codes, dtype=torch.float32)
     if stored.scales is None:
         return values.copy_(codes)
     flat = _flat(values)
@@ -138,6 +147,11 @@ def decode(stored: Stored, out: Tensor | None = None) -> Tensor:
     for blocks, scales in _blocks(flat, stored.scales):
         blocks.mul_(scales.unsqueeze(1))
     return values
+
+
+def values_in(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """In a dtype that is at least float32; Delta itself if it is kept in that."""
+    return stored.codes if stored.codes.dtype == dtype else decode(stored).to(dtype)
 
 
 def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
@@ -190,8 +204,67 @@ def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in the order of memory. Codes have no gaps between them: ``zeros_like`` made them."""
-    if tensor.ndim == 1:
-        return tensor
-    views = flat_views([tensor])
-    assert views is not None, "codes without gaps"
-    return views[0]
+    return tensor.as_strided((tensor.numel(),), (1,)) if tensor.ndim != 1 else tensor
+
+
+# What is kept of a parameter.
+
+
+def check_choice(delta: Any) -> None:
+    if not (delta is None or (isinstance(delta, torch.dtype | str) and delta in CHOICES)):
+        raise ValueError(f"delta must be torch.float32, torch.bfloat16 or 'int8', got {delta!r}")
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: half precision cannot hold a sum of small steps."""
+    return _WIDER.get(dtype, dtype)
+
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
+
+
+def is_half_precision(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch.dtype:
+    """What Delta of a parameter is stored in. That of complex parameters is always in their working dtype."""
+    working = working_dtype(dtype)
+    if delta is None or dtype.is_complex:
+        return working
+    chosen = torch.int8 if isinstance(delta, str) else delta
+    return chosen if chosen.itemsize < working.itemsize else working
+
+
+def mechanic_state(p: Tensor, state: dict[str, Tensor], delta: torch.dtype | None) -> dict[str, Tensor]:
+    """What Mechanic keeps of a parameter, from its state or new: Delta in a dtype, unless that is None, and a residual.
+
+    A Delta in another dtype is rounded to nearest.
+    """
+    kept = {} if delta is None else _delta_state(p, state, delta)
+    if is_half_precision(p.dtype):
+        residual = state.get(RESIDUAL)
+        kept[RESIDUAL] = torch.zeros_like(p, dtype=RESIDUAL_DTYPE) if residual is None else residual.to(RESIDUAL_DTYPE)
+    return kept
+
+
+def _delta_state(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    found = state.get(DELTA)
+    if dtype != torch.int8:
+        return {DELTA: torch.zeros_like(p, dtype=dtype) if found is None else found.to(dtype)}
+    if found is not None and DELTA_SCALES in state:
+        return {key: state[key] for key in (DELTA, DELTA_SCALES)}
+    codes = torch.zeros_like(p, dtype=dtype)
+    scales = torch.zeros(blocks_in(local(codes).numel()), dtype=torch.float32, device=codes.device)
+    if found is not None:
+        encode(local(found), Stored(local(codes), scales))
+    return {DELTA: codes, DELTA_SCALES: scales}
+
+
+def decoded(entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as a checkpoint has it: with Delta in float32 in place of codes and scales."""
+    if DELTA_SCALES not in entry:
+        return entry
+    delta = torch.empty_like(entry[DELTA], dtype=torch.float32)
+    local(delta).copy_(decode(Stored(local(entry[DELTA]), entry[DELTA_SCALES])))
+    return {**{key: value for key, value in entry.items() if key != DELTA_SCALES}, DELTA: delta}
