@@ -25,6 +25,7 @@ class Training:
     params: list[torch.nn.Parameter]
     optimizer: Mechanic
     options: dict  # of Mechanic
+    lr: float  # that the base was built with
 
     @classmethod
     def start(cls, base, dtype, groups, lr, options, seed):
@@ -34,7 +35,7 @@ class Training:
         shares = [[p] for p in params[: len(groups) - 1]] + [params[len(groups) - 1 :]]
         param_groups = [{"params": share, **group} for group, share in zip(groups, shares, strict=True)]
         optimizer = Mechanic(base.cls(param_groups, lr=lr, **base.options), **options)
-        return cls(base, params, optimizer, options)
+        return cls(base, params, optimizer, options, lr)
 
     @property
     def config(self):
@@ -98,9 +99,10 @@ class Training:
         groups = []
         for group in self.optimizer.param_groups:
             tuner = {"tuner": group["tuner"]} if "tuner" in group else {}
-            groups.append({"params": [params[i] for i in self.indices(group)], **tuner})
-        optimizer = Mechanic(base.cls(groups, lr=1.0, **base.options), **self.options)
-        return Training(base, params, optimizer, self.options)
+            lr = group.get("mechanic_unit", self.lr)  # that counts as 1: of a script with another, it is rebased
+            groups.append({"params": [params[i] for i in self.indices(group)], "lr": lr, **tuner})
+        optimizer = Mechanic(base.cls(groups, lr=self.lr, **base.options), **self.options)
+        return Training(base, params, optimizer, self.options, self.lr)
 
     def copied_by_state_dict(self):
         """A new run that loads the checkpoint of this one."""
@@ -192,7 +194,8 @@ def raising(base, when):
     names = [cls.__name__.lower() for cls in type(base).__mro__]
     name = next((name for name in names if inspect.isfunction(namespace.get(name))), None)
     work = namespace[name] if name else type(base).step
-    calls_left = len(base.param_groups) if name and when.endswith("last group") else 1
+    trained = sum(any(p.requires_grad for p in group["params"]) for group in base.param_groups)
+    calls_left = trained if name and when.endswith("last group") else 1
 
     def fail(*args, **kwargs):
         nonlocal calls_left

