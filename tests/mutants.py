@@ -41,6 +41,7 @@ ORACLE = (
 
 FIRST = {  # what is likely to notice a change, and takes longer than all should wait for
     "tuner": ("shared/test_tuner.py",),
+    "roles": ("torch/test_roles.py", "jax/test_muon.py"),
     "torch/checkpoint": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
     "torch/validation": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
     "torch/probe": ("torch/test_rare_situations.py", "torch/test_hostile_checkpoints.py"),

@@ -4,7 +4,8 @@
 bits, if torchao and bitsandbytes are installed. It takes names of dtypes. ``half`` trains an MLP with bfloat16
 parameters and prints its losses, ``state`` its train loss with the base's state in float32 and in bfloat16.
 ``time`` measures the processor time of a step on one thread. ``digits`` trains an MLP on scikit-learn's digits.
-``losses`` trains tasks of the suite, whose data it needs; without names, all that are listed below.
+``losses`` trains tasks of the suite, whose data it needs; without names, all that are listed below. ``tasks`` trains
+three of them with bfloat16 parameters, with Delta in float32 and in bfloat16.
 """
 
 import functools
@@ -111,9 +112,9 @@ def print_half(steps=400):
     rows |= {f"bfloat16, Delta in int8, {n}": (build, torch.bfloat16, "int8") for n, build in low_bit_bases().items()}
     stochastically = "bfloat16, Delta in int8, parameters rounded stochastically"
     rows[stochastically] = rows["bfloat16, Delta in int8"]
-    residual = lists.store_rounded
+    residual = lists.round_into
     for name, (build, dtype, delta) in rows.items():
-        lists.store_rounded = store_stochastically if name == stochastically else residual
+        lists.round_into = round_stochastically if name == stochastically else residual
         losses = {part: [] for part in split}
         for seed in SEEDS:
             model = mlp(hidden=64, dtype=dtype, seed=seed)
@@ -133,9 +134,9 @@ def print_half(steps=400):
         print(f"{name:45s} {each}", flush=True)
 
 
-def store_stochastically(values, params, residuals):
-    """In place of :func:`mechanic.torch.lists.store_rounded`: the residuals stay 0."""
-    for value, p in zip(values, params, strict=True):
+def round_stochastically(rounded, residuals, values):
+    """In place of :func:`mechanic.torch.lists.round_into`: the residuals stay 0."""
+    for value, p in zip(values, rounded, strict=True):
         bits = value.view(torch.int32) + torch.randint(1 << 16, value.shape, dtype=torch.int32, generator=RANDOM)
         p.copy_(bits.bitwise_and_(-(1 << 16)).view(torch.float32))
 
@@ -236,6 +237,28 @@ def print_gaps(names, ways):
                 print(f"{name} {base} {way:13s} loss {losses}  gap in % {gaps}  mean {mean:5.2f}", flush=True)
 
 
+def print_tasks(names):
+    """Final train losses with bfloat16 parameters, activations and gradients."""
+    for name in names or ("gpt-shakespeare", "bert-mlm", "vit-cifar10"):
+        for base in ("adamw", "sgd"):
+            make = functools.partial(base_class(base, TASKS[name]), lr=1.0)
+            for storage in ("float32", "bfloat16"):
+                wrap = functools.partial(Mechanic, delta=STORAGES[storage])
+                build = functools.partial(_in_bfloat16, make=make, wrap=wrap)
+                losses = [final_loss(TASKS[name], build, seed)[0] for seed in SEEDS]
+                each = " ".join(f"{loss:.4f}" for loss in losses)
+                print(f"{name} {base} Delta in {storage:9s} {each}  mean {statistics.mean(losses):.4f}", flush=True)
+
+
+def _in_bfloat16(model, make, wrap):
+    model.bfloat16()
+    model.register_forward_pre_hook(
+        lambda _, inputs: tuple(x.bfloat16() if torch.is_floating_point(x) else x for x in inputs)
+    )
+    model.register_forward_hook(lambda _, inputs, outputs: outputs.float())
+    return wrap(make(model.parameters()))
+
+
 def _wrapped_of(model, make, wrap):
     return wrap(make(model.parameters()))
 
@@ -247,7 +270,7 @@ def print_losses(names):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command, *names = sys.argv[1:]
-    if command in ("bytes", "losses"):
-        {"bytes": print_bytes, "losses": print_losses}[command](names)
+    if command in ("bytes", "losses", "tasks"):
+        {"bytes": print_bytes, "losses": print_losses, "tasks": print_tasks}[command](names)
     else:
         {"state": print_state, "half": print_half, "time": print_time, "digits": print_digits}[command]()

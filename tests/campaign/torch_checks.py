@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechanic.integrations import readings
-from mechanic.torch import delta as stored
+from mechanic.torch.buckets import decoded
 from mechanic.torch.delta import SMALLEST_SCALE
 from mechanic.tuner import TunerState
 
@@ -95,7 +95,7 @@ def delta_of(training, p):
 
 def delta_in(state):
     """Delta as a tensor of numbers, whatever it is stored in; None if there is none."""
-    return stored.decoded(state).get(DELTA)
+    return decoded(state).get(DELTA)
 
 
 def gap_of(training, p):

@@ -109,6 +109,12 @@ def test_parameters_have_the_roles_of_their_names_and_shapes():
         "experts": "experts",
         "conv": {"kernel": "conv"},
     }
+    assert roles({"unembed": leaf((4, 9)), "pos_emb": leaf((9, 4)), "pos_ffn": {"w": leaf((4, 8))}}) == {
+        "unembed": "head",
+        "pos_emb": "embedding",
+        "pos_ffn": {"w": "matrix"},
+    }
+    assert roles({"head": {"kernel": leaf((4, 1))}}) == {"head": {"kernel": "head"}}
     assert roles({"odd": leaf((2, 3, 4)), "row": leaf((1, 5))}) == {"odd": "other", "row": "vector"}
     assert roles({"up": leaf((4, 4))}, {"u*": "head"}) == {"up": "head"}
 
@@ -195,6 +201,8 @@ def test_what_is_not_known_is_refused_with_what_to_do():
         mechanize(muon(1.0, overrides={"tabel": "vector", "table": "vector"})).init(odd)
     with pytest.raises(ValueError, match="none of"):
         roles(odd, {"table": "vectors"})
+    with pytest.raises(ValueError, match="fits 'tabel'"):
+        roles(odd, {"tabel": "vector"})
     mechanize(muon(1.0, overrides={"table": "vector"})).init(odd)
 
 

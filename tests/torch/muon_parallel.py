@@ -203,12 +203,10 @@ def refused_under_fsdp1(use_orig_params):
 def refused_with_too_few_rows(layout):
     """More ranks than rows: torch's Muon fails halfway, with some parameters moved."""
     model, part = placed(layout, Model(narrow=3))
-    said = {"built": _message_of(lambda: MechanicMuon(model))}
     bare = torch.optim.Muon([model.first.weight, model.narrow.weight], lr=1.0)
     optimizer = Mechanic(bare)
     parallel.loss_of(model, 0, part).backward()
-    said["stepped"] = _message_of(optimizer.step)
-    said["nothing changed"] = _on_all(not optimizer.state)
+    said = {"stepped": _message_of(optimizer.step), "nothing changed": _on_all(not optimizer.state)}
     optimizer = MechanicMuon(model, roles={"narrow.weight": "vector"})
     train(model, optimizer, part, 3)
     said["with the remedy"] = _on_all(optimizer.scales()["default"] > 0)

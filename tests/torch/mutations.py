@@ -1,4 +1,4 @@
-"""Checkpoints with one thing wrong in each, made systematically from a good one."""
+"""Checkpoints with one thing wrong in each, made from a good one: one of every kind."""
 
 import dataclasses
 import functools
@@ -12,8 +12,6 @@ from tests.torch.hostile import Broken, fresh
 StateDict = dict[str, Any]
 Change = Callable[[StateDict], Any]
 
-NAN, INF = float("nan"), float("inf")
-
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
@@ -23,20 +21,38 @@ class Mutation:
 
 
 def mutations(good: StateDict) -> list[Broken]:
-    """All of one checkpoint that concern Mechanic's entries or its structure."""
-    changes = [
-        *_of_structure(good),
-        *_of_states(good),
-        *_of_groups(good),
-        *_of_mechanics_numbers(good),
-        *_of_tuners(good),
-        *_of_deltas(good),
-        *_of_pairs_of_groups(good),
-    ]
+    """All of one checkpoint that must be refused by name, or do not matter."""
+    changes = [*_of_structure(), *_of_groups(good), *_of_deltas(good), *_of_lost_state(good), *_of_pairs(good)]
     broken = [Broken(m.what, functools.partial(_changed, good, m.change), m.words) for m in changes]
     replaced = [("None", None), ("a list", [1]), ("a string", "hostile"), ("a tensor", torch.ones(2)), ("empty", {})]
-    words = ("state_dict", "dict", "param_groups")
-    return broken + [Broken(f"the checkpoint is {what}", lambda value=value: value, words) for what, value in replaced]
+    return broken + [
+        Broken(f"the checkpoint is {what}", lambda v=value: v, ("state_dict",)) for what, value in replaced
+    ]
+
+
+def wrong_types(good: StateDict) -> list[Broken]:
+    """What torch does not check either, and fails on: nothing has changed then."""
+    last = len(good["param_groups"]) - 1
+    first = next(iter(good["state"]))
+    changes = {
+        "state is None": lambda mutated: mutated.update(state=None),
+        "state is a string": lambda mutated: mutated.update(state="hostile"),
+        "param_groups is None": lambda mutated: mutated.update(param_groups=None),
+        "param_groups has None in it": lambda mutated: mutated["param_groups"].__setitem__(last, None),
+        "params of a group are None": lambda mutated: mutated["param_groups"][last].update(params=None),
+        "params of a group have a list in them": lambda mutated: mutated["param_groups"][0]["params"].__setitem__(
+            0, [0]
+        ),
+        "the tuner is None": lambda mutated: mutated["param_groups"][last].update(mechanic_tuner=None),
+        "the tuner is a list": lambda mutated: mutated["param_groups"][last].update(mechanic_tuner=[1.0]),
+        "the tuner has no data": _of_entry("param_groups", last, "mechanic_tuner", lambda tuner: tuner.to("meta")),
+        "the unit is None": lambda mutated: mutated["param_groups"][last].update(mechanic_unit=None),
+        "the unit is a string": lambda mutated: mutated["param_groups"][last].update(mechanic_unit="hostile"),
+        "the format is a tensor": lambda mutated: mutated["param_groups"][last].update(mechanic_format=torch.ones(2)),
+        "the state of a parameter is a list": lambda mutated: mutated["state"].update({first: [1.0]}),
+        "the state of a parameter is a string": lambda mutated: mutated["state"].update({first: "hostile"}),
+    }
+    return [Broken(what, functools.partial(_changed, good, change), ("",)) for what, change in changes.items()]
 
 
 def _changed(good: StateDict, change: Change) -> StateDict:
@@ -45,218 +61,103 @@ def _changed(good: StateDict, change: Change) -> StateDict:
     return mutated
 
 
-# What is written into an entry, by what it was.
+def _of_entry(container: str, index: Any, key: str, value_of: Callable[[Any], Any]) -> Change:
+    """Put something else into an entry, computed from what is there; ``None`` removes it."""
 
-
-def _retyped(value: Any) -> Iterator[tuple[str, Any]]:
-    """Values of another type; where it can be, of the same meaning, so that accepting them is right as well."""
-    if torch.is_tensor(value):
-        yield from (("a string", "hostile"), ("None", None), ("a short list", [1.0, 2.0]), ("a dict", {}))
-        yield "a list of its numbers", value.tolist()
-        yield "a number", value.item() if value.ndim == 0 else 3
-    elif isinstance(value, str):
-        yield from (("None", None), ("an int", 3), ("a list", [value]), ("a tensor", torch.ones(2)))
-    elif isinstance(value, (bool, int, float)):
-        yield from (("a string", "hostile"), ("None", None), ("a list", [1.0]), ("a dict", {"a": 1}))
-        yield "a tensor of two", torch.tensor([value, value])
-    elif isinstance(value, (list, tuple)):
-        yield from (("a string", "hostile"), ("None", None), ("an int", 3), ("cut", list(value)[:-1]))
-
-
-def _reshaped(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    flat = tensor.reshape(-1)
-    yield "with one element more", torch.cat([flat, flat[:1]])
-    yield "on the meta device", tensor.to("meta")
-    yield "sparse", tensor.to_sparse()
-    yield "that requires gradients", torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor
-    yield "with a dimension more", tensor.unsqueeze(0)
-    yield "empty", flat[:0]
-    if tensor.ndim > 1:
-        yield "flattened", flat
-        yield "transposed", tensor.T.contiguous()
-        yield "in another order in memory", tensor.T.contiguous().T
-        yield "without its last row", tensor[:-1]
-
-
-def _not_finite(tensor: torch.Tensor, *numbers: float) -> Iterator[tuple[str, torch.Tensor]]:
-    for number in numbers:
-        poisoned = tensor.clone()
-        poisoned.view(-1)[-1] = number
-        yield f"with a {number}", poisoned
-
-
-def _values(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from _retyped(value)
-    if torch.is_tensor(value):
-        yield from _reshaped(value)
-        if value.is_floating_point():
-            yield from _not_finite(value, NAN, INF)
-
-
-# Where it is written to.
-
-
-def _set(container: str, index: Any, key: str, value: Any) -> Change:
     def change(state_dict: StateDict) -> None:
-        state_dict[container][index][key] = fresh(value)  # it may be a view of the good one
+        entries = state_dict[container][index]
+        if (value := value_of(entries.pop(key, None))) is not None:
+            entries[key] = fresh(value)  # it may be a view of the good one
 
     return change
 
 
-def _remove(container: str, index: Any, key: str) -> Change:
-    def change(state_dict: StateDict) -> None:
-        del state_dict[container][index][key]
-
-    return change
-
-
-def _in(container: str, index: Any, key: str, values: Iterator[tuple[str, Any]], *words: str) -> Iterator[Mutation]:
-    for what, value in values:
-        yield Mutation(f"{container}[{index}][{key!r}] {what}", words or (key,), _set(container, index, key, value))
+def _in(
+    container: str, index: Any, key: str, kinds: dict[str, Callable[[Any], Any]], *words: str
+) -> Iterator[Mutation]:
+    for what, value_of in kinds.items():
+        change = _of_entry(container, index, key, value_of)
+        yield Mutation(f"{container}[{index}][{key!r}] {what}", words or (key,), change)
 
 
-def _of_states(state_dict: StateDict) -> Iterator[Mutation]:
-    seen = set()
-    for index, entries in state_dict["state"].items():
-        for key, value in entries.items():
-            if key in seen:
-                continue
-            seen.add(key)
-            if key.startswith("mechanic_"):
-                yield Mutation(f"state[{index}][{key!r}] removed", (key,), _remove("state", index, key))
-                yield from _in("state", index, key, _values(value))
-
-
-def _of_groups(state_dict: StateDict) -> Iterator[Mutation]:
-    for index, group in enumerate(state_dict["param_groups"]):
-        for key, value in group.items():
-            if key.startswith("mechanic_") or key in ("params", "tuner"):
-                # Without its Delta a tuner that is not frozen is refused as well, and so on.
-                words = (key, "mechanic_delta") if key == "mechanic_frozen" else (key,)
-                words += ("own_iterates",) if key == "mechanic_own_iterates" else ()
-                what = f"param_groups[{index}][{key!r}] removed"
-                yield Mutation(what, words, _remove("param_groups", index, key))
-                yield from _in("param_groups", index, key, _values(value), *words)
-
-
-def _of_mechanics_numbers(state_dict: StateDict) -> Iterator[Mutation]:
-    wrong = {
-        "mechanic_format": (0, -1, 1.5, 99, NAN, INF),
-        "mechanic_unit": (0, 0.0, -1.0, NAN, INF, True),
-        "mechanic_row": (-1, 1.5, 7, NAN),
-        "mechanic_frozen": (0.0, -1.0, NAN, INF),
-        "mechanic_skipped": (-1, 1.5, NAN, INF),
-        "mechanic_own_iterates": (0, 2, NAN),
-        "mechanic_base": ("", "Stranger"),
-        "mechanic_lr": (NAN, INF),
-    }
-    for index, group in enumerate(state_dict["param_groups"]):
-        for key, numbers in wrong.items():
-            if key in group:
-                values = ((f"{number!r}", number) for number in numbers)
-                yield from _in("param_groups", index, key, values, key, key.removeprefix("mechanic_"))
-
-
-def _of_tuners(state_dict: StateDict) -> Iterator[Mutation]:
-    for index, group in enumerate(state_dict["param_groups"]):
-        tuner = group["mechanic_tuner"]
-        rows, n = tuner.shape
-        tall = torch.cat([tuner, tuner[1:].repeat(2, 1)])
-        values = [(f"with {count} rows", tall[:count]) for count in (1, 7, 9, rows - 1, rows + 1, 20) if count != rows]
-        values += [("with n less", tuner[:, :-1]), ("with n more", torch.cat([tuner, tuner[:, -1:]], 1))]
-        values += [("in int64", tuner.long()), ("in complex128", tuner.to(torch.complex128))]
-        for row in range(rows):
-            for number in (NAN, -INF if row % 2 else INF):
-                poisoned = tuner.clone()
-                poisoned[row, n // 2] = number
-                values.append((f"with {number} in row {row}", poisoned))
-        negative = tuner.clone()
-        negative[1:] *= -1
-        values.append(("with its sign turned", negative))
-        yield from _in("param_groups", index, "mechanic_tuner", iter(values), "mechanic_tuner", "betas")
-
-
-def _of_deltas(state_dict: StateDict) -> Iterator[Mutation]:
-    for index in list(state_dict["state"])[:2]:  # a matrix and a vector
-        delta = state_dict["state"][index].get("mechanic_delta")
-        if delta is not None:
-            dtypes = (torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64)
-            values = ((f"in {dtype}", delta.to(dtype)) for dtype in dtypes)
-            yield from _in("state", index, "mechanic_delta", values)
-
-
-def _of_pairs_of_groups(state_dict: StateDict) -> Iterator[Mutation]:
-    """Two groups: swapped, or at odds about the tuner they share."""
-    groups = state_dict["param_groups"]
-    if len(groups) < 2:
-        return
-
-    def swap(mutated: StateDict) -> None:
-        mutated["param_groups"].reverse()
-
-    def swap_tuners(mutated: StateDict) -> None:
-        for key in [key for key in mutated["param_groups"][0] if key.startswith("mechanic_") or key == "tuner"]:
-            first, second = (group[key] for group in mutated["param_groups"])
-            mutated["param_groups"][0][key], mutated["param_groups"][1][key] = second, first
-
-    words = ("param_groups", "tuner", "mechanic_delta", "shape", *(str(group.get("tuner")) for group in groups))
-    yield Mutation("groups swapped", words, swap)
-    if "tuner" in groups[0]:
-        yield Mutation("tuners of the groups swapped", words, swap_tuners)
-    if groups[0]["mechanic_row"] != groups[1]["mechanic_row"]:
-        return
-    doubled = groups[1]["mechanic_tuner"].clone()
-    doubled[1:] *= 2
-    at_odds = {"mechanic_tuner": doubled, "mechanic_unit": 2 * groups[1]["mechanic_unit"]}
-    for key, value in at_odds.items():
-        change = _set("param_groups", 1, key, value)
-        yield Mutation(f"groups that share a tuner at odds about {key}", (key,), change)
-
-
-def _of_structure(state_dict: StateDict) -> Iterator[Mutation]:
+def _of_structure() -> Iterator[Mutation]:
     for key in ("state", "param_groups"):
         yield Mutation(f"{key} removed", (key,), lambda mutated, key=key: mutated.pop(key))
-        for what, value in (("None", None), ("a string", "hostile"), ("a number", 3), ("a list of numbers", [1, 2])):
-            yield Mutation(
-                f"{key} is {what}", (key,), lambda mutated, key=key, value=value: mutated.update({key: value})
-            )
+    of_groups = {
+        "empty": lambda groups: groups.clear(),
+        "without its last": lambda groups: groups.pop(),
+        "with its last twice": lambda groups: groups.append(groups[-1]),
+    }
+    for what, change in of_groups.items():
+        yield Mutation(f"param_groups {what}", ("param_groups",), lambda sd, change=change: change(sd["param_groups"]))
+    sizes = {"with one less": lambda ids: ids[:-1], "with one more": lambda ids: [*ids, 99]}
+    yield from _in("param_groups", 0, "params", sizes, "param_groups")
 
-    def change_groups(what: str, change: Callable[[list], Any]) -> Mutation:
-        return Mutation(what, ("param_groups", "parameter group"), lambda mutated: change(mutated["param_groups"]))
 
-    yield change_groups("param_groups empty", lambda groups: groups.clear())
-    yield change_groups("param_groups lacks its last", lambda groups: groups.pop())
-    yield change_groups("param_groups has its last twice", lambda groups: groups.append(groups[-1]))
-    yield change_groups("param_groups has None in it", lambda groups: groups.__setitem__(0, None))
-    yield change_groups("param_groups has an empty dict in it", lambda groups: groups.__setitem__(0, {}))
+def _of_groups(good: StateDict) -> Iterator[Mutation]:
+    last = len(good["param_groups"]) - 1
+    group = good["param_groups"][last]
+    for key in ("mechanic_format", "mechanic_base", "mechanic_row", "mechanic_tuner", "mechanic_unit"):
+        yield from _in("param_groups", last, key, {"removed": lambda _: None})
+    yield from _in("param_groups", last, "mechanic_format", {"newer": lambda _: 99})
+    yield from _in("param_groups", last, "mechanic_base", {"another": lambda _: "Stranger"})
+    yield from _in("param_groups", last, "tuner", {"another": lambda _: "c"})
+    own_iterates = None if "mechanic_own_iterates" in group else 1
+    yield from _in("param_groups", last, "mechanic_own_iterates", {"turned": lambda _: own_iterates})
+    tuners = {
+        "with other betas": lambda tuner: torch.cat([tuner[:1] / 2, tuner[1:]]),
+        "with a beta less": lambda tuner: tuner[:, :-1],
+        "without its last row": lambda tuner: tuner[:-1],
+        "with a row more": lambda tuner: torch.cat([tuner, tuner[-1:]]),
+    }
+    yield from _in("param_groups", last, "mechanic_tuner", tuners)
+    if "mechanic_frozen" in group and last == 0:  # the tuner has learned, and there is no Delta
+        yield from _in("param_groups", last, "mechanic_frozen", {"removed": lambda _: None}, "mechanic_delta")
 
-    def change_params(what: str, params: Callable[[list], list]) -> Mutation:
-        def change(mutated: StateDict) -> None:
-            group = mutated["param_groups"][0]
-            group["params"] = params(group["params"])
 
-        return Mutation(f"params of group 0 {what}", ("params", "parameter", "shape"), change)
+def _of_deltas(good: StateDict) -> Iterator[Mutation]:
+    first, entry = next(iter(good["state"].items()))
+    kinds = {
+        "removed": lambda _: None,
+        "with a row more": lambda tensor: torch.cat([tensor, tensor[-1:]]),
+        "transposed": lambda tensor: tensor.T.contiguous(),
+        "in another order in memory": lambda tensor: tensor.T.contiguous().T,  # which does not matter
+        "that requires gradients": lambda tensor: tensor.requires_grad_(),  # nor does this
+        "a number": lambda _: 0.5,
+        "in codes": lambda tensor: tensor.to(torch.int8),
+    }
+    for key in ("mechanic_delta", "mechanic_residual"):
+        if key in entry:
+            yield from _in("state", first, key, kinds)
 
-    frozen = "mechanic_frozen" in state_dict["param_groups"][0]  # then there is no Delta that could not fit
-    if not frozen:
-        yield change_params("reversed", lambda ids: ids[::-1])
-    yield change_params("with one less", lambda ids: ids[:-1])
-    yield change_params("with one more", lambda ids: [*ids, 99])
-    yield change_params("with one twice", lambda ids: [*ids[:-1], ids[0]])
-    yield change_params("with an unknown one", lambda ids: [99, *ids[1:]])
-    yield change_params("with one as a string", lambda ids: [str(ids[0]), *ids[1:]])
-    yield change_params("with a list in it", lambda ids: [[ids[0]], *ids[1:]])
 
-    first = next(iter(state_dict["state"]))
+def _of_lost_state(good: StateDict) -> Iterator[Mutation]:
+    """A tuner that has learned, and whose parameters have no Delta."""
+    group = good["param_groups"][-1]
+    if "mechanic_frozen" in group:
+        return
 
-    def change_state(what: str, change: Callable[[dict], Any]) -> Mutation:
-        return Mutation(what, ("state", "mechanic_delta"), lambda mutated: change(mutated["state"]))
+    def lose(mutated: StateDict) -> None:
+        groups = [each for each in mutated["param_groups"] if each["mechanic_row"] == group["mechanic_row"]]
+        for key in [key for each in groups for key in each["params"]]:
+            del mutated["state"][key]
 
-    if not frozen:
-        yield change_state("state empty", lambda state: state.clear())
-    for what, value in (("None", None), ("a list", [1.0]), ("a string", "hostile"), ("a tensor", torch.ones(2))):
-        yield change_state(f"state[{first}] is {what}", lambda state, value=value: state.update({first: value}))
-    yield change_state(f"state[{first}] under a string", lambda state: state.update({str(first): state.pop(first)}))
-    yield change_state("state of an unknown parameter", lambda state: state.update({99: fresh(state[first])}))
-    if not frozen:
-        yield change_state("states of two parameters swapped", lambda state: state.update({0: state[1], 1: state[0]}))
+    def lose_deltas(mutated: StateDict) -> None:
+        for entry in mutated["state"].values():
+            del entry["mechanic_delta"]
+
+    yield Mutation("no state of the last tuner", ("state",), lose)
+    yield Mutation("no state", ("state",), lambda mutated: mutated["state"].clear())
+    yield Mutation("no Delta at all", ("mechanic_delta",), lose_deltas)
+
+
+def _of_pairs(good: StateDict) -> Iterator[Mutation]:
+    """Two groups: swapped, or that share a tuner here only, or in the checkpoint only."""
+    if len(good["param_groups"]) < 2:
+        return
+    first, last = good["param_groups"]
+    if "mechanic_frozen" not in first or "tuner" in first:  # else nothing tells
+        words = ("tuner", "mechanic_delta")
+        yield Mutation("groups swapped", words, lambda mutated: mutated["param_groups"].reverse())
+    another = first["mechanic_row"] + (first["mechanic_row"] == last["mechanic_row"])
+    yield from _in("param_groups", 1, "mechanic_row", {"another": lambda _: another}, "tuner")

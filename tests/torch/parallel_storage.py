@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mechanic.torch import Mechanic
-from mechanic.torch.delta import decoded
+from mechanic.torch.buckets import decoded
 from tests.torch import parallel
 
 STEPS = 20

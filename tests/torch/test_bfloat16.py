@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 from mechanic.torch import Mechanic, Together, buckets
-from mechanic.torch.delta import decoded
+from mechanic.torch.buckets import decoded
 from tests.torch.memory import allocations
 from tests.torch.paths import failing, instead_of_its_step
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train, train_loss
@@ -43,7 +43,7 @@ def test_what_is_kept_and_what_a_step_takes_in_passing(delta):
     kept, _ = allocations(lambda: [optimizer.step() for _ in range(2)])
     _, most = allocations(optimizer.step)
     assert kept / elements <= (7.1 if delta == "int8" else 8.1)
-    assert most <= 6e6  # of which the zeros of one part are 2 MB
+    assert most <= 8e6  # of which the zeros of one part are 2 MB, and what becomes of its parameters as much
 
 
 @small

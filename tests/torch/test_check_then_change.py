@@ -234,7 +234,7 @@ def test_a_base_that_fails_to_load_is_put_back():
     train(model, optimizer, 3)
     before = whole(optimizer)
     optimizer.base.fails = True
-    with pytest.raises(ValueError, match="Failing could not load the checkpoint's state: KeyError: 'step'"):
+    with pytest.raises(ValueError, match="the checkpoint could not be loaded: KeyError: 'step'"):
         optimizer.load_state_dict(saved)
     assert_same(before, whole(optimizer))
     assert not hasattr(optimizer.base, "extra")
@@ -255,24 +255,12 @@ def state_entry(key, value):
     return mutate
 
 
-def with_nan(tensor):
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = torch.nan
-    return tensor
-
-
 HOSTILE = {
-    "NaN in the tuner": (group_entry("mechanic_tuner", with_nan), "mechanic_tuner"),
     "a tuner of 7 rows": (group_entry("mechanic_tuner", lambda t: t[:7]), "mechanic_tuner"),
     "a tuner of 20 rows": (group_entry("mechanic_tuner", lambda t: torch.cat([t, t])[:20]), "mechanic_tuner"),
-    "NaN in Delta": (state_entry("mechanic_delta", with_nan), "mechanic_delta"),
     "a longer Delta": (state_entry("mechanic_delta", lambda d: torch.cat([d, d])), "mechanic_delta"),
     "no tensor for Delta": (state_entry("mechanic_delta", lambda d: "a"), "mechanic_delta"),
-    "unit 0": (group_entry("mechanic_unit", lambda u: 0.0), "mechanic_unit"),
-    "unit -1": (group_entry("mechanic_unit", lambda u: -1.0), "mechanic_unit"),
-    "unit NaN": (group_entry("mechanic_unit", lambda u: float("nan")), "mechanic_unit"),
-    "no unit": (group_entry("mechanic_unit", lambda u: None), "mechanic_unit"),
-    "frozen at NaN": (lambda sd: sd["param_groups"][0].update(mechanic_frozen=float("nan")), "mechanic_frozen"),
+    "no unit": (lambda sd: sd["param_groups"][0].pop("mechanic_unit"), "mechanic_unit"),
     "no groups": (lambda sd: sd.update(param_groups=[]), "param_groups"),
     "another format": (group_entry("mechanic_format", lambda f: 7), "mechanic_format"),
 }
@@ -300,7 +288,7 @@ def test_tuners_of_other_names_are_refused():
 
     optimizer, twin = named(model, "ab"), named(other, "ba")
     train(model, optimizer, 3)
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['tuner'\] was 'a' when saved, here it is 'b'"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['tuner'\]: the checkpoint has a, this optimizer has b"):
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 

@@ -84,7 +84,8 @@ def test_released_the_plain_base_continues_with_its_schedule(name, dtype):
     assert not [key for key in plain.param_groups[0] if key.startswith("mechanic_")]
     # A new scheduler makes its first step by itself, hence - 1.
     continued = CosineAnnealingLR(plain, 300, last_epoch=schedules[0].last_epoch - 1)
-    steps = 200 if dtype == torch.float64 else 10  # before rounding grows with the training
+    # Before rounding grows with the training. Muon orthogonalises in bfloat16, where a last bit that flips is .4 %.
+    steps = 200 if dtype == torch.float64 else 5 if name == "Muon" else 10
     train(models[0], plain, steps, first=100, scheduler=continued)
     train(models[1], optimizers[1], steps, first=100, scheduler=schedules[1])
     assert relative_difference(weights(models[0]), weights(models[1])) <= 1e-6

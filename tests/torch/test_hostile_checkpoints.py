@@ -29,7 +29,7 @@ from tests.torch.hostile import (
     same,
     what_changed,
 )
-from tests.torch.mutations import mutations
+from tests.torch.mutations import mutations, wrong_types
 
 every_situation = pytest.mark.parametrize("situation", SITUATIONS, ids=[s.name.replace(" ", "-") for s in SITUATIONS])
 
@@ -44,8 +44,15 @@ def assert_no_faults(faults):
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "running"])
 def test_a_mutated_checkpoint_is_refused_by_name_or_does_not_matter(situation, trained):
     made = mutations(situation.saved[1])
-    assert len(made) >= 60
-    assert_no_faults(faults_of(situation, made[::3] if trained else made, trained=trained))
+    assert len(made) >= 25
+    assert_no_faults(faults_of(situation, made, trained=trained))
+
+
+@every_situation
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "running"])
+def test_what_fails_only_while_it_is_loaded_changes_nothing(situation, trained):
+    """Content is not checked, as torch does not check it."""
+    assert_no_faults(faults_of(situation, wrong_types(situation.saved[1]), trained=trained))
 
 
 def foreign(sources, target, words):
@@ -155,7 +162,7 @@ def test_a_base_that_fails_to_load_is_rolled_back():
         model, optimizer = situation.loading(trained)
         before = copy.deepcopy(everything(model, optimizer))
         Fussy.fails = True
-        with pytest.raises(ValueError, match=r"Fussy could not load .* not this one"):
+        with pytest.raises(ValueError, match="the checkpoint could not be loaded: RuntimeError: not this one"):
             optimizer.load_state_dict(fresh(situation.saved[1]))
         Fussy.fails = False
         assert what_changed(before, everything(model, optimizer)) == ""
@@ -187,6 +194,7 @@ ONLY_THE_COMMAND = {
     "cli/show.py: torch.load",
     "cli/trial.py: json.loads",
 }
+NO_FILE = {"torch/checkpoint.py: bases.load"}  # a state dict that is in memory
 
 
 def test_the_library_unpickles_nothing():
@@ -207,4 +215,4 @@ def test_the_library_unpickles_nothing():
                 found.append(f"{place}: {ast.unparse(node)}")
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in map(ast.unparse, node.keywords), f"{place}:{node.lineno}"
-    assert set(found) == ONLY_THE_COMMAND
+    assert set(found) == ONLY_THE_COMMAND | NO_FILE

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -26,17 +25,6 @@ def step(p, optimizer, grad=1.0):
 
 
 # Warnings.
-
-
-def test_stepping_the_base_instead_of_mechanic_is_told_once():
-    p, optimizer = one_parameter()
-    p.grad = torch.ones(3)
-    with pytest.warns(UserWarning, match=r"step\(\) of AdamW was called directly.*call the step\(\) of the Mechanic"):
-        optimizer.base.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.base.step()
-        optimizer.step()
 
 
 def test_the_base_may_step_by_itself_once_it_is_released():
@@ -267,8 +255,4 @@ def test_warnings_name_the_line_of_the_user():
     plain = optim.SGD(model.parameters(), lr=1.0).state_dict()
     with pytest.warns(UserWarning, match="fresh tuner") as caught:
         optimizer.load_state_dict(plain)
-    assert caught[0].filename == __file__
-    backward(model, 0)
-    with pytest.warns(UserWarning, match="was called directly") as caught:
-        optimizer.base.step()
     assert caught[0].filename == __file__

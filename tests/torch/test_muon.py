@@ -11,7 +11,6 @@ from torch import nn, optim
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-import mechanic.torch.muon
 from mechanic.torch import Mechanic, MechanicMuon, Together, roles
 from tests.torch.muon_parallel import groups_for
 from tests.torch.task import same_bits, snapshot
@@ -266,7 +265,7 @@ def test_matrices_alone_need_no_adamw():
 
 
 def test_an_older_torch_is_told(monkeypatch):
-    monkeypatch.delattr(mechanic.torch.muon.torch.optim, "Muon")
+    monkeypatch.delattr(optim, "Muon")
     with pytest.raises(RuntimeError, match=r"from 2\.9 on"):
         MechanicMuon(GPT())
 

@@ -54,9 +54,6 @@ def test_foreach_functions_make_a_tensor_for_every_one_of_a_list():
     scaled = private.foreach_mul(tensors, torch.tensor(2.0))
     assert [tensor.tolist() for tensor in scaled] == [[6.0, -8.0], -4.0, [], [float("inf")]]
     assert tensors[0].tolist() == [3.0, -4.0]
-    norms = private.foreach_norm(tensors, dtype=torch.float64)
-    assert [norm.tolist() for norm in norms] == [5.0, 2.0, 0.0, float("inf")]
-    assert {norm.dtype for norm in norms} == {torch.float64}
 
 
 def test_flatten_joins_tensors_in_their_order():
@@ -103,19 +100,20 @@ def base(**options):
     return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], **options)
 
 
-def test_step_hooks_lists_pre_and_post_hooks():
-    optimizer = base()
-    assert private.step_hooks(optimizer) == ([], [])
-
-    def before(*_): ...
-
-    def after(*_): ...
-
-    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    assert private.step_hooks(optimizer) == ([before], [after])
-    for handle in handles:
-        handle.remove()
-    assert private.step_hooks(optimizer) == ([], [])
+def test_run_hooks_calls_those_before_a_step_or_those_after_it():
+    optimizers, calls = [base(), base()], []
+    for optimizer in optimizers:
+        before = optimizer.register_step_pre_hook(lambda *given: calls.append(("before", *given)))
+        after = optimizer.register_step_post_hook(lambda *given: calls.append(("after", *given)))
+    private.run_hooks(optimizers, after=False)
+    assert calls == [("before", optimizer, (optimizer,), {}) for optimizer in optimizers]
+    private.run_hooks(optimizers, after=True)
+    assert calls[2:] == [("after", optimizer, (optimizer,), {}) for optimizer in optimizers]
+    before.remove()
+    after.remove()
+    private.run_hooks(optimizers[1:], after=False)
+    private.run_hooks(optimizers[1:], after=True)
+    assert len(calls) == 4
 
 
 def test_run_state_dict_hooks_calls_what_torch_would_call():
@@ -153,10 +151,10 @@ def test_step_without_hooks_calls_the_step_of_the_class_and_no_hook():
 
 
 @pytest.mark.filterwarnings("error")
-def test_mark_as_stepped_keeps_schedulers_from_warning():
+def test_run_hooks_keeps_schedulers_from_warning():
     optimizer = base()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    private.mark_as_stepped(optimizer)
+    private.run_hooks([optimizer], after=True)
     scheduler.step()
 
 

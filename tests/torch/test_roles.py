@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from mechanic.roles import ROLES
 from mechanic.torch import roles
-from mechanic.torch.roles import ROLES
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SMALL |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
@@ -197,6 +197,18 @@ def test_what_fits_nowhere_is_named():
     model = nn.ModuleList([Mixer(), Mixer()])
     assert list(roles(model)["other"]) == ["0.a_log", "1.a_log"]
     assert list(roles(model)["matrix"]) == ["0.linear.weight", "1.linear.weight"]
+
+
+def test_names_tell_what_modules_leave_open():
+    class Given(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.p = nn.Parameter(torch.ones(shape))
+
+    names = {"wpe": (9, 4), "patch_embed": (9, 4), "moe": (2, 3, 4), "pos_ffn": (9, 4), "score": (9, 4)}
+    found = roles(nn.ModuleDict({name: Given(*shape) for name, shape in names.items()}))
+    expected = {"embedding": ["wpe.p", "patch_embed.p"], "experts": ["moe.p"], "other": ["pos_ffn.p", "score.p"]}
+    assert {role: list(named) for role, named in found.items() if named} == expected
 
 
 def test_a_matrix_of_one_row_is_a_vector_but_in_a_head():

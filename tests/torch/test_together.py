@@ -245,7 +245,7 @@ def test_the_checkpoint_of_another_pair_is_refused_and_nothing_changes():
     swapped = Mechanic(Together(optim.AdamW(weights, lr=1.0), optim.SGD(biases, lr=1.0, momentum=0.9)))
     train(other, swapped, 3)
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match=r"'mechanic_base'.*around AdamW.*around SGD"):
+    with pytest.raises(ValueError, match=r"'mechanic_base'.*checkpoint has AdamW, this optimizer has SGD"):
         optimizer.load_state_dict(swapped.state_dict())
     broken = copy.deepcopy(optimizer.state_dict())
     del broken["param_groups"][1]["betas"]  # of the second optimizer
@@ -262,7 +262,7 @@ def test_new_parameters_go_to_the_optimizer_that_their_group_names():
     for group in ({"params": [extra]}, {"params": [extra], "optimizer": "Adam"}):
         with pytest.raises(ValueError, match=r"one of \['SGD', 'AdamW'\]"):
             optimizer.add_param_group(group)
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model[0].weight], "optimizer": "AdamW"})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [extra], "optimizer": "AdamW", "weight_decay": 0.0})
@@ -347,14 +347,6 @@ def test_if_the_second_fails_the_first_has_not_moved_anything(steps):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, 3, first=steps)
     assert optimizer.scales()["default"] > 0
-
-
-def test_stepping_a_member_is_told():
-    model = mlp()
-    optimizer = Mechanic(sgd_adamw(model))
-    train(model, optimizer, 2)
-    with pytest.warns(UserWarning, match="step.. of SGD was called directly"):
-        optimizer.base.members[0].step()
 
 
 def test_a_member_with_iterates_of_its_own_switches_them():

@@ -94,7 +94,7 @@ def test_a_checkpoint_of_other_tuners_is_refused():
     saved = Mechanic(torch.optim.AdamW(two_groups(model), lr=1.0), per_group=True).state_dict()
     shared = Mechanic(torch.optim.AdamW(two_groups(other), lr=1.0))
     with pytest.raises(
-        ValueError, match=r"param_groups\[1\].*shared the tuner of group 1 when saved, here it has that of group 0"
+        ValueError, match=r"group with the tuner of param_groups\[1\]: the checkpoint has 1, this optimizer has 0"
     ):
         shared.load_state_dict(saved)
 
@@ -139,15 +139,14 @@ def test_d_times_lr_is_the_rate_really_applied():
     p = torch.nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
     optimizer = Mechanic(torch.optim.SGD([p], lr=0.25))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    d = optimizer.param_groups[0]["d"]
     for _ in range(10):
         p.grad = p.detach().clone()
         optimizer.step()
         made = optimizer.param_groups[0]["lr"]
         schedule.step()
     group = optimizer.param_groups[0]
-    assert group["d"] is d  # updated in place
-    assert group["d"].shape == ()
+    d = group["d"]
+    assert d.shape == ()
     rate = float(group["d"] * group["lr"])  # of the next step
     assert optimizer.learning_rates() == {"default": pytest.approx(float(d) * made)}
     assert optimizer.scales() == {"default": pytest.approx(float(d) * 0.25)}

@@ -4,7 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FREE = {"alias", "detach", "permute", "reshape", "select", "slice", "split", "squeeze", "unbind", "unsqueeze", "view"}
+VIEWS = {"alias", "as_strided", "detach", "permute", "reshape", "select", "slice", "split", "squeeze", "unbind", "view"}
+FREE = {*VIEWS, "empty", "empty_like", "unsqueeze"}  # these touch no memory
 
 
 class Traffic(TorchDispatchMode):

@@ -10,8 +10,7 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-from mechanic.torch.factory import MechanicAdamW, MechanicSGD, mechanic_class
-from mechanic.torch.muon import MechanicMuon
+from mechanic.torch.factory import MechanicAdamW, MechanicMuon, MechanicSGD, mechanic_class
 from mechanic.torch.optimizer import Mechanic
 from mechanic.torch.roles import Roles, layer_groups, roles
 from mechanic.torch.together import Together

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,23 +23,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mechanic.torch import tuners
-from mechanic.torch.base import View, run_hooks, steps_one_by_one
-from mechanic.torch.layout import params_of
-from mechanic.torch.lists import Scaling
-from mechanic.torch.private import outside_of_compiled_code
-from mechanic.torch.shards import require_final_gradients
-from mechanic.torch.step import (
-    grad_sq_in,
-    move,
-    noises_of,
-    remember,
-    require_all_gradients,
-    sum_by_tuner,
-    sums_of,
-    tune,
-)
+from mechanic.torch.base import View, steps_one_by_one
+from mechanic.torch.private import is_inside_backward, outside_of_compiled_code
+from mechanic.torch.step import device_of, grad_sq_in, move, standing, sums_of, trained, tune
 from mechanic.torch.wrapped import Wrapped
-from mechanic.tuner import SUMS, total_scale
 
 WAITING = 1 << 18
 """Elements of gradients that wait until they are stepped with together: 1 MB in float32, or one larger tensor."""
@@ -55,13 +43,13 @@ class _Step:
 
     view: View  # of the base as it was when the first gradient came
     trained: dict[Tensor, None]  # in order
-    come: set[Tensor] = field(default_factory=set)  # whose gradients have come
+    taken: set[Tensor] = field(default_factory=set)  # whose gradients have been taken away
     waiting: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that have not been stepped with yet
     elements: int = 0  # of these
-    sums: dict[int, Tensor] = field(default_factory=dict)  # of all others that have come, [5] by row of the tuner
+    sums: Tensor | None = None  # of all others that were taken, [tuners, 5]
 
 
-class Arrivals:
+class BackwardSteps:
     """Makes steps of gradients that come one by one. If ``hooked``, hooks on the parameters bring them."""
 
     def __init__(self, wrapped: Wrapped[Any], hooked: bool = False) -> None:
@@ -93,7 +81,6 @@ class Arrivals:
         self.refuse_unfinished("step_in_backward() was called")
         if enabled:
             self._refuse_unsuitable()
-            require_final_gradients(params_of(self._wrapped.groups), self._wrapped.reduction().group)
         self._hooked = enabled
         self._set_hooks()
 
@@ -110,7 +97,7 @@ class Arrivals:
             return
         with self._lock:
             step = self._step or self._begin()
-            if p in step.come:
+            if p in step.taken:
                 raise RuntimeError(
                     "a second gradient of a parameter has come before step(): inside the backward pass gradients "
                     "cannot be accumulated over several backward passes. Call step() after every one of them, or "
@@ -118,7 +105,7 @@ class Arrivals:
                 )
             if p not in step.trained:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not one that this optimizer trains")
-            step.come.add(p)
+            step.taken.add(p)
             step.waiting[p], p.grad = p.grad, None
             step.elements += p.numel()
             if step.elements >= WAITING:
@@ -127,30 +114,35 @@ class Arrivals:
     def step(self) -> bool:
         """End a step, whether gradients have come or not: all ranks have to. False if this is not the way to step."""
         if not (self._hooked or self.has_begun):
+            require_all_gradients(self._wrapped.params)
             return False
         with self._lock:
             step = self._step or self._begin()
-            require_all_gradients(self._wrapped, step.come)
-            for p in [p for p in step.trained if p not in step.come]:
+            require_all_gradients(self._wrapped.params, step.taken)
+            for p in [p for p in step.trained if p not in step.taken]:
                 self.take(p)  # if it has no hook
             self._step = None
             self._step_waiting(step)
             if self._wrapped.is_frozen:
-                tuners.remember_rates(self._wrapped.groups, step.view.groups)
+                self._wrapped.remember_rates(step.view.groups)
             else:
                 self._finish(step)
-            run_hooks(self._wrapped.base, after=True)
+            self._wrapped.run_hooks(after=True)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
         return True
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Forget the gradients that have come, of a backward pass that was broken off. Their updates stay."""
         self._step = None
 
     def warn_of_missing_step(self) -> None:
         """Warn if a whole backward pass is about to be given up."""
-        if self._step is not None and len(self._step.come) == len(self._step.trained):
-            self._wrapped.warn_once.step_is_missing()
+        if self._step is not None and len(self._step.taken) == len(self._step.trained):
+            self._wrapped.warn_once(
+                "missing step",
+                "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): "
+                "Mechanic learns nothing from such a pass. With step_in_backward(), too, call step() after backward()",
+            )
 
     def _begin(self) -> _Step:
         wrapped = self._wrapped
@@ -160,9 +152,8 @@ class Arrivals:
             raise RuntimeError(_OBSERVED)
         wrapped.settle_peak_lr()
         wrapped.check_parameters()
-        require_final_gradients(params_of(wrapped.groups), wrapped.reduction().group)
-        run_hooks(wrapped.base, after=False)
-        self._step = _Step(View(wrapped.base), dict.fromkeys(p for p in params_of(wrapped.groups) if p.requires_grad))
+        wrapped.run_hooks(after=False)
+        self._step = _Step(View(wrapped.base), dict.fromkeys(p for p in wrapped.params if p.requires_grad))
         return self._step
 
     def _step_waiting(self, step: _Step) -> None:
@@ -174,16 +165,14 @@ class Arrivals:
         try:
             for p, grad in waiting.items():
                 p.grad = grad
-            buckets = wrapped.buckets(waiting, step.view.groups)
-            tuner = wrapped.read_tuners(buckets)[1]
-            scale = total_scale(tuner, torch)
+            buckets = trained(wrapped, waiting, step.view.groups)
+            tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+            finite = None
             if not wrapped.is_frozen:
                 sums = sums_of(buckets, tuner)
-                for bucket in buckets:
-                    bucket.discard_grads_unless(grad_sq_in(sums).isfinite())
-                for row, of_row in zip(tuners.rows_of(wrapped.groups), sums.unbind(), strict=True):
-                    step.sums[row] = step.sums[row] + of_row if row in step.sums else of_row
-            move(wrapped, buckets, Scaling(scale, scale), noises_of(wrapped, tuner), view=step.view)
+                finite = grad_sq_in(sums).isfinite()
+                step.sums = sums if step.sums is None else step.sums + sums.to(step.sums)
+            move(wrapped, step.view, buckets, standing(tuner, finite))
         finally:
             for p in waiting:
                 p.grad = None
@@ -191,16 +180,15 @@ class Arrivals:
     def _finish(self, step: _Step) -> None:
         """From x_1 + S (Delta + u) to x_1 + S' k (Delta + u)."""
         wrapped = self._wrapped
-        buckets = wrapped.buckets(held=step.view.groups)
-        betas, tuner = wrapped.read_tuners(buckets)
-        # Parameters without a gradient count as well.
-        sums = sums_of(wrapped.buckets(step.trained.keys() - step.come), tuner)
-        rows = tuners.rows_of(wrapped.groups)
-        sums += sum_by_tuner([(rows[row], part) for row, part in step.sums.items()], len(SUMS), like=tuner.scales)
+        buckets = trained(wrapped, held=step.view.groups)
+        betas, tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))
+        sums = sums_of(trained(wrapped, step.trained.keys() - step.taken), tuner)  # those without a gradient count
+        if step.sums is not None:
+            sums += step.sums.to(sums)
         sums = wrapped.sum_over_ranks(sums)
-        tuned, scaling = tune(wrapped, betas, tuner, sums, step.view.groups)
-        remember(wrapped, betas, tuned, grad_sq_in(sums).isfinite(), step.view.groups)
-        move(wrapped, buckets, scaling, noises_of(wrapped, tuner, again=True), view=step.view)
+        tuned, scaling = tune(wrapped, betas, tuner, sums, None, step.view.groups, again=True)
+        wrapped.remember(betas, tuned, grad_sq_in(sums).isfinite(), step.view.groups)
+        move(wrapped, step.view, buckets, scaling)
 
     def _refuse_unsuitable(self) -> None:
         if self._wrapped.skip_nonfinite:
@@ -213,17 +201,32 @@ class Arrivals:
                 f"{type(self._wrapped.base).__name__} is not known to step every parameter by itself, so it cannot "
                 "step inside the backward pass; step after backward()"
             )
+        self._wrapped.reduction().require_final_gradients(self._wrapped.params)
 
     def _set_hooks(self) -> None:
         """Have a hook on every parameter that is trained, if hooks are wanted."""
-        trained = {p for p in params_of(self._wrapped.groups) if p.requires_grad} if self._hooked else set()
+        trained = {p for p in self._wrapped.params if p.requires_grad} if self._hooked else set()
         for p in self._handles.keys() - trained:
             self._handles.pop(p).remove()
         known = weakref.ref(self)  # a parameter may live longer than its optimizer
 
         def take(p: Tensor) -> None:
-            if (arrivals := known()) is not None:
-                arrivals.take(p)
+            if (steps := known()) is not None:
+                steps.take(p)
 
         for p in trained - self._handles.keys():
             self._handles[p] = p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+
+def require_all_gradients(params: Iterable[Tensor], taken: Collection[Tensor] = ()) -> None:
+    """Raise inside a backward pass if gradients are still to come, beside those that have: the sums would lack them."""
+    if not is_inside_backward():
+        return
+    waiting = [p.requires_grad and p.grad is None and p not in taken for p in params]
+    if any(waiting):
+        raise RuntimeError(
+            f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
+            "no gradient, and Mechanic's feedback is a sum over all: call step_in_backward() once and step() after "
+            "backward(), turn 'fused backward pass' off, or give every parameter that steps by itself a Mechanic of "
+            "its own"
+        )

@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.delta import is_half_precision, working_dtype
-from mechanic.torch.layout import PEAK_LR, STATE_KEYS, Group
+from mechanic.torch.delta import dtype_of_delta, is_half_precision, working_dtype
+from mechanic.torch.layout import PEAK_LR, STATE_KEYS, Group, StateDict
 from mechanic.torch.lists import Start
-from mechanic.torch.private import is_fsdp1_parameter, step_hooks, step_without_hooks
-from mechanic.torch.shards import is_split_too_far, like
-from mechanic.torch.together import NOT_TAKEN_OVER, Together, members_of, owners_of, stand_in, take_over
-from mechanic.torch.tuners import warn_user
+from mechanic.torch.together import NOT_TAKEN_OVER, act, members_of, owners_of, stand_in, take_over
 
 _SEVERAL_GRADIENTS = "it needs several gradients per step from a closure, and Mechanic's feedback is one gradient"
 _IN_BACKWARD = "it steps inside the backward pass, and Mechanic's feedback is a sum over all gradients"
@@ -53,7 +51,7 @@ def refuse_unsuitable(base: Any) -> None:
     for member in members_of(base):
         if reason := _reason_to_refuse(member):
             raise TypeError(f"Mechanic cannot wrap {type(member).__name__}: {reason}")
-    if len({ascends(member) for member in members_of(base)}) > 1:
+    if len({getattr(member, "maximize", False) for member in members_of(base)}) > 1:
         raise ValueError("one of the optimizers has maximize=True and another has not; build them alike")
     if any("mechanic_format" in group for group in base.param_groups):
         raise ValueError(
@@ -62,64 +60,6 @@ def refuse_unsuitable(base: Any) -> None:
         )
     if any(group.get("differentiable") for group in base.param_groups):
         raise ValueError("Mechanic cannot differentiate through its step; build the base without differentiable=True")
-
-
-def refuse_parts_of_matrices(base: Optimizer) -> None:
-    """Raise if a Muon would step on parts of matrices: made orthogonal one by one, they give another update.
-
-    DTensors are no such parts: what Muon computes with them, torch computes with the whole.
-    """
-    for owner, group in zip(owners_of(base), base.param_groups, strict=True):
-        if not any("Muon" in cls.__name__ for cls in type(owner).__mro__) or not group.get("use_muon", True):
-            continue
-        name, params = type(owner).__name__, [p for p in group["params"] if p.requires_grad]
-        if any(is_flat_part(p) for p in params):
-            raise ValueError(
-                f"{name} needs whole matrices, and under FullyShardedDataParallel or DeepSpeed's ZeRO it is given flat "
-                "parts of them; shard with fully_shard, whose parts it can gather, or use DDP"
-            )
-        if too_small := [tuple(p.shape) for p in params if is_split_too_far(p)]:
-            raise ValueError(
-                f"{name} cannot step on a matrix that is split over more ranks than it has rows or columns, here one "
-                f"of shape {too_small[0]}; give it to another optimizer, as MechanicMuon(model, roles={{its name: "
-                "'vector'}) does, or shard it over fewer ranks"
-            )
-
-
-def is_flat_part(p: Tensor) -> bool:
-    """Whether a framework has put a flat piece of memory in place of a parameter."""
-    return is_fsdp1_parameter(p) or (p.ndim < 2 and not isinstance(p, torch.nn.Parameter))
-
-
-class DirectStepCheck:
-    """A hook on the base that warns, once, if somebody steps the base instead of the Mechanic around it.
-
-    Mechanic steps a stand-in without its hooks, and runs the hooks of others itself.
-    """
-
-    def __init__(self, base: Optimizer) -> None:
-        self._has_warned = False
-        self._handles = [each.register_step_pre_hook(self) for each in {base, *members_of(base)}]
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"the step() of {type(optimizer).__name__} was called directly, so its update was applied unscaled; "
-                "call the step() of the Mechanic around it"
-            )
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def run_hooks(base: Optimizer, *, after: bool) -> None:
-    """Run the hooks on the step of a base, those before it or those after it: once per step, whatever its parts."""
-    for optimizer in dict.fromkeys((base, *members_of(base))):
-        for hook in step_hooks(optimizer)[after]:
-            if not isinstance(hook, DirectStepCheck):
-                hook(optimizer, (optimizer,), {})
 
 
 def keeps_own_iterates(base: Optimizer) -> bool:
@@ -131,9 +71,9 @@ def keeps_own_iterates(base: Optimizer) -> bool:
     )
 
 
-def ascends(base: Optimizer) -> bool:
-    """Whether a base maximizes; of bases where that is no option of the groups."""
-    return any(bool(getattr(member, "maximize", False)) for member in members_of(base))
+def has_method(base: Optimizer, name: str) -> bool:
+    """Whether the base, or one of its optimizers, has ``train`` or ``eval`` (Schedule-Free)."""
+    return any(hasattr(member, name) for member in members_of(base))
 
 
 def _reason_to_refuse(base: Optimizer) -> str | None:
@@ -189,6 +129,10 @@ def _path(base: Optimizer) -> str:
     return f"{type(base).__module__}.{type(base).__qualname__}"
 
 
+def _is_of_torch(base: Optimizer) -> bool:
+    return type(base).__module__.split(".")[:2] == ["torch", "optim"]
+
+
 def is_linear_in_lr(base: Optimizer) -> bool:
     """Whether the base is known to take steps proportional to lr, so that S can be multiplied into lr."""
     known, steps = _LOW_BIT | _ALSO_LINEAR_IN_LR, {inspect.unwrap(cls.step) for cls in _LINEAR_IN_LR}
@@ -197,21 +141,31 @@ def is_linear_in_lr(base: Optimizer) -> bool:
 
 def steps_one_by_one(base: Optimizer) -> bool:
     """Whether the base is known to make the same step if it is shown its parameters one after the other."""
-    return all(
-        type(member).__module__.split(".")[:2] == ["torch", "optim"] or _path(member) in _LOW_BIT | _ONE_BY_ONE
-        for member in members_of(base)
-    )
+    return all(_is_of_torch(member) or _path(member) in _LOW_BIT | _ONE_BY_ONE for member in members_of(base))
 
 
-def starts_of(base: Optimizer, *, own_iterates: bool) -> Callable[[Group, Optimizer, torch.dtype, bool], Start]:
-    """Where a base starts from, by param group, its optimizer, dtype of the parameter and whether Delta is coded."""
+def starts_of(
+    base: Optimizer, groups: list[Group], delta: torch.dtype | str | None, *, own_iterates: bool
+) -> Callable[[int, torch.dtype], Start]:
+    """Where a base starts from, by the index of the param group and the dtype of the parameter.
 
-    def start(group: Group, owner: Optimizer, dtype: torch.dtype, coded: bool) -> Start:
-        wide = working_dtype(dtype)
+    Args:
+        base: the base.
+        groups: its param groups, or what they held when the step began.
+        delta: what Delta is kept in, as a user says it.
+        own_iterates: whether the base steps on x_1 + Delta.
+    """
+    owners = owners_of(base)
+
+    @lru_cache(None)
+    def start(index: int, dtype: torch.dtype) -> Start:
+        group, owner, wide = groups[index], owners[index], working_dtype(dtype)
+        sign = -1.0 if group.get("maximize", getattr(owner, "maximize", False)) else 1.0
         if own_iterates:
-            return Start("own", wide)
+            return Start("own", wide, sign)
         low_bit = _path(owner) in _LOW_BIT
-        takes_bfloat16 = coded and dtype == torch.bfloat16 and (low_bit or type(owner) in _TAKES_BFLOAT16)
+        is_coded = dtype_of_delta(dtype, delta) != wide
+        takes_bfloat16 = is_coded and dtype == torch.bfloat16 and (low_bit or type(owner) in _TAKES_BFLOAT16)
         seen = dtype if takes_bfloat16 else wide
         lr, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
         if low_bit and isinstance(lr, Tensor) and lr.device.type == "cpu":
@@ -220,11 +174,18 @@ def starts_of(base: Optimizer, *, own_iterates: bool) -> Callable[[Group, Optimi
         has_no_tensor = not isinstance(lr, Tensor) and not isinstance(decay, Tensor)
         ignores_values = low_bit or type(owner) in _IGNORES_VALUES
         # At zero u is exact. Beside x the last digits of a small u would be lost.
-        if seen == dtype and ignores_values and has_no_tensor and (decouples or not decay):
-            return Start("zero", seen, lr / group[PEAK_LR] * decay)
-        return Start("x", wide)
+        if ignores_values and has_no_tensor and (decouples or not decay):
+            return Start("zero", seen, sign, lr / group[PEAK_LR] * decay)
+        return Start("x", wide, sign)
 
     return start
+
+
+def seen_dtypes(base: Optimizer, delta: torch.dtype | str | None, *, own_iterates: bool) -> dict[Tensor, torch.dtype]:
+    """The dtypes in which a base sees its parameters, and so makes its state."""
+    groups = base.param_groups
+    start_of = starts_of(base, groups, delta, own_iterates=own_iterates)
+    return {p: start_of(index, p.dtype).dtype for index, group in enumerate(groups) for p in group["params"]}
 
 
 class View:
@@ -245,23 +206,23 @@ class View:
         """What the base's groups held."""
         return [held for _, held in self._groups]
 
-    def call(self, seen: Mapping[Tensor, Tensor], function: Callable[[Any], Any], *, all_groups: bool = False) -> None:
-        """Call a function with a stand-in for the base that has these tensors with their gradients, and no others.
+    def act(self, seen: Mapping[Tensor, Tensor], method: str) -> None:
+        """Let a stand-in for the base ``step``, or call its ``train`` or ``eval``.
 
-        It has no empty groups, unless it is to have ``all_groups``.
+        It has these tensors with their gradients, and no others. For a step it has no empty groups.
         """
         groups, counted = [], []
         for group, held in self._groups:
             params = [seen[p] for p in held["params"] if p in seen]
-            if params or all_groups:
+            if params or method != "step":
                 relative = {} if held.get("lr") is None else {"lr": held["lr"] / held[PEAK_LR]}
                 own = {key: value for key, value in held.items() if not key.startswith("mechanic_")}
                 groups.append({**own, **relative, "params": params})
                 counted.append((group, held, dict(groups[-1])))
         base: Any = self._base
-        shown = stand_in(base, groups, lambda optimizer: _state_for(optimizer, seen))
+        shown = stand_in(base, groups, lambda optimizer: self._state_for(optimizer, seen))
         vars(shown).update(self._attributes)
-        function(shown)
+        act(shown, method)
         _keep_state(shown, base, seen)
         take_over(shown, base)
         for found, (group, held, before) in zip(groups, counted, strict=True):
@@ -269,42 +230,38 @@ class View:
                 if key not in ("params", "lr") and value is not before.get(key) and group.get(key) is held.get(key):
                     group[key] = value
 
-
-def step_of(optimizer: Any) -> None:
-    """What a view calls for a step of the base."""
-    optimizer.step_members() if isinstance(optimizer, Together) else step_without_hooks(optimizer)
-
-
-def see(p: Tensor, data: Tensor) -> Tensor:
-    """What a base sees in place of p: a tensor with other data, p's gradient in its dtype, and p's attributes."""
-    seen = like(p, data).requires_grad_(p.requires_grad)
-    if vars(p) and seen is data:
-        vars(seen).update(vars(p))
-    if p.grad is not None:
-        seen.grad = p.grad if p.grad.dtype == seen.dtype else p.grad.to(seen.dtype)
-    return seen
-
-
-def _state_for(optimizer: Optimizer, seen: Mapping[Tensor, Tensor]) -> Any:
-    """The state of an optimizer for what it sees. It initialises what is empty, so it must not see our entries."""
-    found: Any = defaultdict(dict)
-    found.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, Tensor))
-    for p, tensor in seen.items():
-        if entry := {key: value for key, value in optimizer.state.get(p, {}).items() if key not in STATE_KEYS}:
-            found[tensor] = _matching(optimizer, entry, p, tensor)
-    return found
+    def _state_for(self, optimizer: Optimizer, seen: Mapping[Tensor, Tensor]) -> Any:
+        """The state of an optimizer for what it sees. It initialises what is empty, so it must not see our entries."""
+        found: Any = defaultdict(dict)
+        found.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, Tensor))
+        for p, tensor in seen.items():
+            entry = {key: value for key, value in optimizer.state.get(p, {}).items() if key not in STATE_KEYS}
+            if p.ndim and is_half_precision(p.dtype) and _is_of_torch(optimizer):
+                for key, value in entry.items():  # made before this base was wrapped, or with another weight decay
+                    if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point():
+                        entry[key] = value.to(tensor.dtype)
+            if entry:
+                found[tensor] = entry
+        return found
 
 
-def _matching(optimizer: Optimizer, entry: dict[str, Any], p: Tensor, seen: Tensor) -> dict[str, Any]:
-    """State of a half-precision parameter in the dtype that a base sees now: its weight decay may have been set."""
-    if not is_half_precision(p.dtype) or any(type(each) not in _TAKES_BFLOAT16 for each in members_of(optimizer)):
-        return entry
-    return {
-        key: value.to(seen.dtype)
-        if isinstance(value, Tensor) and key != "step" and value.shape == p.shape and value.is_floating_point()
-        else value
-        for key, value in entry.items()
-    }
+def load(base: Any, state_dict: StateDict, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """Let a stand-in for a base load, with parameters in the dtypes that it steps on, which torch casts state to."""
+    seen = {p: torch.empty(0, dtype=dtype, device=p.device) if dtype != p.dtype else p for p, dtype in dtypes.items()}
+    groups = [{**group, "params": [seen[p] for p in group["params"]]} for group in base.param_groups]
+    shown = stand_in(base, groups, lambda _: defaultdict(dict))
+    shown.load_state_dict(state_dict)
+    originals = {tensor: p for p, tensor in seen.items()}
+    pairs = zip(shown.param_groups, base.param_groups, strict=True)
+    loaded = [{**group, "params": former["params"]} for group, former in pairs]
+    for index, (saved, owner) in enumerate(zip(state_dict["param_groups"], owners_of(base), strict=True)):
+        former, group = base.param_groups[index], loaded[index]
+        for key in sorted(owner.defaults.keys() & former.keys() - saved.keys()):
+            if key not in group or group[key] != former[key]:  # unless the base fills it in
+                raise ValueError(f"param_groups[{index}] of the checkpoint has no {key!r}; is it of another optimizer?")
+    state = {originals.get(key, key) if isinstance(key, Tensor) else key: entry for key, entry in shown.state.items()}
+    take_over(shown, base)
+    base.param_groups, base.state = loaded, defaultdict(dict, state)
 
 
 def _keep_state(shown: Any, base: Any, seen: Mapping[Tensor, Tensor]) -> None:

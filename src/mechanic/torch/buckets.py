@@ -1,36 +1,39 @@
-"""Parameters that can be worked on as one list: of one tuner, device and dtype, with or without a gradient."""
+"""Parameters that can be worked on as one list, with what Mechanic keeps of them: Delta, and what rounding cut off."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from mechanic.torch.base import ascends, see, starts_of, steps_one_by_one
-from mechanic.torch.delta import Noises, Stored, dtype_of_delta, mechanic_state, values_in, working_dtype
-from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL, ROW, Group
+from mechanic.torch.delta import (
+    RESIDUAL_DTYPE,
+    Noise,
+    Stored,
+    blocks_in,
+    decode,
+    dtype_of_delta,
+    encode,
+    is_half_precision,
+    values_in,
+    working_dtype,
+)
+from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL, ROW, Group, rows_of
 from mechanic.torch.lists import (
-    Scaling,
-    Scratch,
+    INTEGERS,
+    Factors,
     Start,
     add_scaled,
-    can_be_cleared,
-    clear_unless,
-    copies_of,
+    cleared_unless,
     five_sums,
-    is_on_host,
     move,
-    squared_norm,
+    packed,
     values_of,
-    zeros_like,
 )
-from mechanic.torch.shards import Reduction, cut_grad_as_parameter, dtensor_class, local, shard_number
-from mechanic.torch.together import owners_of
-from mechanic.torch.tuners import rows_of
+from mechanic.torch.shards import Reduction, cut_grad_as_parameter, is_dtensor, like, local, shard_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,13 +46,43 @@ PART_ELSEWHERE = 1 << 25
 """Elements that the base steps on at a time, by kind of device, if it steps every parameter by itself."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What Mechanic was told of the parameters."""
+class Scaling:
+    """What one step does with all tuners.
 
-    delta: torch.dtype | str | None
-    own_iterates: bool
-    frozen: bool = False
+    Args:
+        before: S, [tuners], that the parameters have now.
+        after: S', [tuners], that they will have.
+        counts: [tuners], the number of the step, which Deltas in fewer bits are rounded by.
+        retention: k, [tuners]; None means k = 1.
+        finite: [tuners], whether the gradients were finite. Without it the base gets them as they are.
+    """
+
+    def __init__(
+        self,
+        before: Tensor,
+        after: Tensor,
+        counts: Tensor,
+        retention: Tensor | None = None,
+        finite: Tensor | None = None,
+    ) -> None:
+        ratio = before if retention is None else before / retention
+        numbers = [1 - before, ratio, after - ratio]
+        self._numbers = torch.stack(numbers if retention is None else [*numbers, retention])
+        self._finite, self._counts = finite, counts
+        self._factors: dict[Any, Factors] = {}
+
+    def of(self, bucket: Bucket) -> Factors:
+        """The factors of the tuner of a bucket."""
+        key = bucket.row, bucket.dtype, bucket.device
+        if key not in self._factors:
+            wide = working_dtype(bucket.dtype).to_real()
+            numbers = self._numbers.to(bucket.device, wide).unbind(1)[bucket.row].unbind()
+            finite = None if self._finite is None else self._finite.unbind()[bucket.row]
+            if finite is not None:
+                finite = finite.to(bucket.device, INTEGERS[bucket.dtype.to_real().itemsize])
+            noise = Noise(self._counts.unbind()[bucket.row], bucket.device)
+            self._factors[key] = Factors(finite, noise, *numbers)
+        return self._factors[key]
 
 
 @dataclass
@@ -57,7 +90,6 @@ class Bucket:
     """Trainable parameters that can be worked on as one list."""
 
     row: int  # of the tuner
-    sign: float  # -1 if the base ascends
     weight: float  # of what this rank holds in the sum over ranks
     device: torch.device
     dtype: torch.dtype
@@ -71,46 +103,44 @@ class Bucket:
 
     def sums(self, dtype: torch.dtype) -> Tensor:
         """The five sums, [5], of what this rank holds."""
-        sums = five_sums(self._locals(), self._grads(), self._deltas(), self.sign, dtype)
+        sums = five_sums(self._locals(), self._grads(), self._deltas(), self.start.sign, dtype)
         return sums if self.weight == 1 else sums * self.weight
 
     def grad_sq(self, dtype: torch.dtype) -> Tensor:
         """|g|^2, [1], of what this rank holds; not weighted, as it only tells whether the gradients are finite."""
-        return squared_norm(self._grads(), dtype) if self.has_grad else torch.zeros(1, dtype=dtype, device=self.device)
+        if not self.has_grad:
+            return torch.zeros(1, dtype=dtype, device=self.device)
+        return five_sums(self._grads(), [], [], 1.0, dtype).narrow(0, 3, 1)  # of "parameters"
 
-    def discard_grads_unless(self, finite: Tensor) -> None:
-        """Zero the gradients if the flag of their tuner is False, [tuners]: the base must not see them."""
-        flag = finite.unbind()[self.row].to(self.device)
-        if is_on_host(flag) and flag:
-            return
-        for p in () if self.sharded else self.params:
-            if p.grad is not None and not can_be_cleared(p.grad):
-                p.grad = p.grad.clone().resolve_neg().resolve_conj().contiguous()
-        clear_unless(flag, self._grads())
-
-    def copies(self, scaling: Scaling, scratch: Scratch) -> list[Tensor]:
+    def copies(self, factors: Factors) -> list[Tensor]:
         """Temporary tensors for the base to step on, one for each parameter."""
         params, residuals = self._locals(), self._residuals()
         if self.start.at == "zero":
-            return zeros_like(params, self.start.dtype, scratch)
-        copies = values_of(params, residuals, scratch) if residuals else copies_of(params, scratch)
+            return packed(None, params, self.start.dtype)[1]
+        copies = values_of(params, residuals) if residuals else packed(params, params, self.dtype)[1]
         if self.start.at == "own":
             deltas = [values_in(delta, self.start.dtype) for delta in self._deltas()]
-            add_scaled(copies, deltas, scaling.of(self.row, self.dtype, self.device).to_own)
+            add_scaled(copies, deltas, factors.to_own)
         return copies
 
-    def see(self, copies: list[Tensor]) -> dict[Tensor, Tensor]:
-        """What the base sees in place of the parameters; nothing if there are no copies."""
-        return {p: see(p, copy) for p, copy in zip(self.params, copies, strict=False)}
+    def seen(self, copies: list[Tensor], factors: Factors) -> dict[Tensor, Tensor]:
+        """What the base sees in place of the parameters: the copies, with the gradients and with their attributes."""
+        seen = {p: like(p, copy).requires_grad_() for p, copy in zip(self.params, copies, strict=False)}
+        for p, tensor in seen.items():
+            if not self.sharded:
+                vars(tensor).update(vars(p))
+        if self.has_grad:  # train() and eval() need none
+            grads = self._grads() if factors.finite is None else cleared_unless(factors.finite, self._grads())
+            for (p, tensor), grad in zip(seen.items(), grads, strict=False):
+                tensor.grad = like(p, grad.to(tensor.dtype))
+        return seen
 
-    def move(self, state: Any, stepped: list[Tensor], scaling: Scaling, noises: Noises | None) -> None:
+    def move(self, state: Any, stepped: list[Tensor], factors: Factors) -> None:
         """Go to the next Delta. ``stepped`` is what the base left in the copies, or empty; ``state`` is the base's."""
         if self.moves:
             for p, kept in zip(self.params, self.states, strict=True):
                 state[p].update(kept)
-            of_tuner = scaling.of(self.row, self.dtype, self.device)
-            noise = None if noises is None else noises.of(self.row, self.device)
-            move(self._locals(), self._residuals(), self._deltas(), stepped, self.start, of_tuner, noise)
+            move(self._locals(), self._residuals(), self._deltas(), stepped, self.start, factors)
 
     def split(self, most: int) -> Iterator[Self]:
         """Buckets of at most so many elements, or of one tensor that has more."""
@@ -141,64 +171,54 @@ class Bucket:
 
 
 def buckets_of(
-    base: Optimizer,
+    groups: list[Group],
+    state: Any,
+    start_of: Callable[[int, torch.dtype], Start],
     reduction: Reduction,
-    options: Options,
-    params: Collection[Tensor] | None = None,
-    held: list[Group] | None = None,
+    delta: torch.dtype | str | None,
+    is_frozen: bool,
+    chosen: Collection[Tensor] | None = None,
 ) -> list[Bucket]:
-    """The trainable parameters, or some of them, and what Mechanic keeps of them.
+    """The trainable parameters, or those of them that are ``chosen``, and what Mechanic keeps of them.
 
-    ``held`` is what the groups of the base held when the step began, if somebody may have written to them since.
+    Args:
+        groups: the param groups.
+        state: the base's.
+        start_of: where the base starts from, by the index of the group and the dtype of the parameter.
+        reduction: what a parameter counts in the sum over ranks.
+        delta: what Delta is kept in, as a user says it.
+        is_frozen: whether S is, and no Delta is kept.
+        chosen: some of the parameters.
     """
     buckets: dict[tuple[Any, ...], Bucket] = {}
-    rows, dtensor = rows_of(base.param_groups), dtensor_class()
-    start_of = starts_of(base, own_iterates=options.own_iterates)
+    rows = rows_of(groups)
     number = -1  # of the parameter among those that are trained
-    for owner, group in zip(owners_of(base), held or base.param_groups, strict=True):
-        row, sign = rows[group[ROW]], -1.0 if group.get("maximize", ascends(base)) else 1.0
-        starts: dict[torch.dtype, Start] = {}
+    for index, group in enumerate(groups):
         for p in group["params"]:
             if not p.requires_grad:
                 continue
             number += 1
-            if params is not None and p not in params:
+            if chosen is not None and p not in chosen:
                 continue
-            grad, state = p.grad, base.state.get(p, {})
-            _check(p, grad, state)
-            if sharded := dtensor is not None and isinstance(p, dtensor):
+            grad, entry = p.grad, state.get(p, {})
+            _check(p, grad, entry)
+            if sharded := is_dtensor(p):
                 cut_grad_as_parameter(p)
             # A parameter that never had a gradient has no state. It has not moved, and will not move now.
-            has_grad, moves = grad is not None, grad is not None or DELTA in state
-            delta = None if options.frozen else dtype_of_delta(p.dtype, options.delta)
-            if p.dtype not in starts:
-                starts[p.dtype] = start_of(group, owner, p.dtype, _is_coded(p, options))
-            key = (row, sign, reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, starts[p.dtype])
+            has_grad, moves = grad is not None, grad is not None or DELTA in entry
+            start = start_of(index, p.dtype)
+            key = (rows[group[ROW]], reduction.weight(p), p.device, p.dtype, sharded, has_grad, moves, start)
             if (bucket := buckets.get(key)) is None:
                 bucket = buckets[key] = Bucket(*key)
             bucket.params.append(p)
-            bucket.states.append(mechanic_state(p, state, delta) if moves else {})
+            bucket.states.append(kept_of(p, entry, delta, is_frozen=is_frozen) if moves else {})
             bucket.numbers.append(number + (shard_number(p) << SHARD if sharded else 0))
     return list(buckets.values())
 
 
-def seen_dtypes(base: Optimizer, options: Options) -> dict[Tensor, torch.dtype]:
-    """The dtypes in which the base sees its parameters, and so makes its state."""
-    start_of = starts_of(base, own_iterates=options.own_iterates)
-    return {
-        p: start_of(group, owner, p.dtype, _is_coded(p, options)).dtype
-        for owner, group in zip(owners_of(base), base.param_groups, strict=True)
-        for p in group["params"]
-    }
-
-
-def _is_coded(p: Tensor, options: Options) -> bool:
-    return dtype_of_delta(p.dtype, options.delta) != working_dtype(p.dtype)
-
-
-def parts_of(base: Optimizer, buckets: list[Bucket]) -> list[list[Bucket]]:
+def parts_of(buckets: list[Bucket], *, one_by_one: bool) -> list[list[Bucket]]:
     """Buckets that the base steps on one after the other, so that few copies are there at a time."""
-    if not steps_one_by_one(base):
+    if not one_by_one:
         return [buckets]
     parts: list[list[Bucket]] = [[]]
     elements = 0
@@ -214,19 +234,55 @@ def parts_of(base: Optimizer, buckets: list[Bucket]) -> list[list[Bucket]]:
     return parts
 
 
-def _check(p: Tensor, grad: Tensor | None, state: dict[str, Tensor]) -> None:
+def kept_of(
+    p: Tensor, entry: dict[str, Tensor], delta: torch.dtype | str | None, *, is_frozen: bool
+) -> dict[str, Tensor]:
+    """What Mechanic keeps of a parameter, from its state or new: Delta, unless S is frozen, and a residual.
+
+    A Delta in another dtype is rounded to nearest.
+    """
+    kept = {} if is_frozen else _delta_of(p, entry, dtype_of_delta(p.dtype, delta))
+    if is_half_precision(p.dtype):
+        residual = entry.get(RESIDUAL)
+        kept[RESIDUAL] = torch.zeros_like(p, dtype=RESIDUAL_DTYPE) if residual is None else residual.to(RESIDUAL_DTYPE)
+    return kept
+
+
+def _delta_of(p: Tensor, entry: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    found = entry.get(DELTA)
+    if dtype != torch.int8:
+        return {DELTA: torch.zeros_like(p, dtype=dtype) if found is None else found.to(dtype)}
+    if found is not None and DELTA_SCALES in entry:
+        return {key: entry[key] for key in (DELTA, DELTA_SCALES)}
+    codes = torch.zeros_like(p, dtype=dtype)
+    scales = torch.zeros(blocks_in(local(codes).numel()), dtype=torch.float32, device=codes.device)
+    if found is not None:
+        encode(local(found), Stored(local(codes), scales))
+    return {DELTA: codes, DELTA_SCALES: scales}
+
+
+def decoded(entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as a checkpoint has it: with Delta in float32 in place of codes and scales."""
+    if DELTA_SCALES not in entry:
+        return entry
+    delta = torch.empty_like(entry[DELTA], dtype=torch.float32)
+    local(delta).copy_(decode(Stored(local(entry[DELTA]), entry[DELTA_SCALES])))
+    return {**{key: value for key, value in entry.items() if key != DELTA_SCALES}, DELTA: delta}
+
+
+def _check(p: Tensor, grad: Tensor | None, entry: dict[str, Tensor]) -> None:
     if grad is not None and grad.layout != torch.strided:
         raise ValueError(
             f"Mechanic needs dense gradients, got one of layout {grad.layout}; build the embedding with sparse=False"
         )
-    if DELTA in state and state[DELTA].shape != p.shape:
+    if DELTA in entry and entry[DELTA].shape != p.shape:
         remedy = (
-            "in int8, which cannot be resized; load a checkpoint that was resized"
-            if DELTA_SCALES in state
+            "load a checkpoint that was resized, since int8 codes cannot be"
+            if DELTA_SCALES in entry
             else "where parameters are resized in mid-training, resize all tensors of optimizer.state[p] with them, "
             "with zeros for new elements of 'mechanic_delta'"
         )
         raise ValueError(
             f"a parameter has shape {tuple(p.shape)} now, and its state 'mechanic_delta' still "
-            f"{tuple(state[DELTA].shape)}{', ' if DELTA_SCALES in state else '; '}{remedy}"
+            f"{tuple(entry[DELTA].shape)}; {remedy}"
         )

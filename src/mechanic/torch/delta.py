@@ -16,14 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL
-from mechanic.torch.shards import local
-
-INT8 = "int8"
-
-CHOICES = (None, torch.float32, torch.bfloat16, INT8)
-"""What Mechanic's ``delta`` can be."""
-
 RESIDUAL_DTYPE = torch.bfloat16
 """Of what rounding cuts off a half-precision parameter: two bytes with the range of float32, eight more bits."""
 
@@ -72,7 +64,7 @@ class Noise:
     """
 
     def __init__(self, step: int | Tensor, device: torch.device) -> None:
-        self._order = _shuffled(step, device)  # [ROW]
+        self._step, self._device = step, device
 
     def fractions(self, stored: Stored) -> Tensor:
         """Between 0 and 1, for every element."""
@@ -81,6 +73,10 @@ class Noise:
     def low_bits(self, stored: Stored) -> Tensor:
         """Between 0 and 2^16, for every element."""
         return _rows(self._all_low_bits, stored)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        return _shuffled(torch.as_tensor(self._step, dtype=torch.int64, device=self._device))  # [ROW]
 
     @cached_property
     def _all_fractions(self) -> Tensor:
@@ -92,21 +88,6 @@ class Noise:
         return self._order.mul(_CUT // ROW).add_(_CUT // ROW // 2).repeat(2)
 
 
-class Noises:
-    """The noise of one step by tuner, which counts its own steps, and by device. Made when it is first needed."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self._counts = counts  # [tuners]
-        self._made: dict[tuple[int, torch.device], Noise] = {}
-
-    def of(self, row: int, device: torch.device) -> Noise:
-        if (row, device) not in self._made:
-            count = self._counts[row].to(device, torch.int64)
-            is_on_host = type(count) is Tensor and device.type == "cpu"  # a fake tensor has no value
-            self._made[row, device] = Noise(int(count) if is_on_host else count, device)
-        return self._made[row, device]
-
-
 def _rows(twice: Tensor, stored: Stored) -> Tensor:
     count, first = stored.codes.numel(), stored.first // ROW
     starts = [_mixed(row, stored.number) & (ROW - 1) for row in range(first, first + -(-count // ROW))]
@@ -115,10 +96,10 @@ def _rows(twice: Tensor, stored: Stored) -> Tensor:
     return torch.cat([twice[start : start + ROW] for start in starts])[:count]
 
 
-def _shuffled(step: int | Tensor, device: torch.device) -> Tensor:
+def _shuffled(step: Tensor) -> Tensor:
     """The numbers from 0 to ROW - 1 in an order that depends on the step, int32."""
     mask, half = ROW - 1, ROW.bit_length() // 2
-    order = torch.arange(ROW, dtype=torch.int32, device=device)
+    order = torch.arange(ROW, dtype=torch.int32, device=step.device)
     for turn in range(3):  # each of these maps the numbers one to one
         factor, offset = (_mixed(step, 2 * turn + which) & mask for which in (0, 1))
         order = order.mul_(factor | 1).add_(offset).bitwise_and_(mask)
@@ -176,10 +157,11 @@ def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
 
 def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor | None) -> None:
     squares = values.abs()  # of codes that are not whole numbers yet
-    for blocks, kept in _blocks(squares, scales):
+    new_scales = torch.empty_like(scales)
+    for blocks, found in _blocks(squares, new_scales):
         largest = blocks.amax(1)
         divisor = largest.clamp_min(SMALLEST_SCALE)
-        kept.copy_(torch.where(largest == 0, largest, divisor))
+        found.copy_(torch.where(largest == 0, largest, divisor))
         blocks.mul_((LARGEST_CODE**2 / divisor).unsqueeze(1))
     # The squares of whole numbers q and q + 1 are 2 q + 1 apart. A square v between them, with a random fraction of
     # this gap added, reaches the upper one with the probability (v - q^2) / (2 q + 1), which makes its mean v.
@@ -189,6 +171,7 @@ def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Ten
     else:
         squares.addcmul_(whole, fractions, value=2).add_(fractions)
     codes.copy_(squares.sqrt_().copysign_(values))  # which cuts off what follows the point
+    scales.copy_(new_scales)
 
 
 def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -207,12 +190,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)) if tensor.ndim != 1 else tensor
 
 
-# What is kept of a parameter.
-
-
-def check_choice(delta: Any) -> None:
-    if not (delta is None or (isinstance(delta, torch.dtype | str) and delta in CHOICES)):
-        raise ValueError(f"delta must be torch.float32, torch.bfloat16 or 'int8', got {delta!r}")
+# Which dtype is for what.
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -234,37 +212,3 @@ def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch
         return working
     chosen = torch.int8 if isinstance(delta, str) else delta
     return chosen if chosen.itemsize < working.itemsize else working
-
-
-def mechanic_state(p: Tensor, state: dict[str, Tensor], delta: torch.dtype | None) -> dict[str, Tensor]:
-    """What Mechanic keeps of a parameter, from its state or new: Delta in a dtype, unless that is None, and a residual.
-
-    A Delta in another dtype is rounded to nearest.
-    """
-    kept = {} if delta is None else _delta_state(p, state, delta)
-    if is_half_precision(p.dtype):
-        residual = state.get(RESIDUAL)
-        kept[RESIDUAL] = torch.zeros_like(p, dtype=RESIDUAL_DTYPE) if residual is None else residual.to(RESIDUAL_DTYPE)
-    return kept
-
-
-def _delta_state(p: Tensor, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    found = state.get(DELTA)
-    if dtype != torch.int8:
-        return {DELTA: torch.zeros_like(p, dtype=dtype) if found is None else found.to(dtype)}
-    if found is not None and DELTA_SCALES in state:
-        return {key: state[key] for key in (DELTA, DELTA_SCALES)}
-    codes = torch.zeros_like(p, dtype=dtype)
-    scales = torch.zeros(blocks_in(local(codes).numel()), dtype=torch.float32, device=codes.device)
-    if found is not None:
-        encode(local(found), Stored(local(codes), scales))
-    return {DELTA: codes, DELTA_SCALES: scales}
-
-
-def decoded(entry: dict[str, Any]) -> dict[str, Any]:
-    """The state of a parameter as a checkpoint has it: with Delta in float32 in place of codes and scales."""
-    if DELTA_SCALES not in entry:
-        return entry
-    delta = torch.empty_like(entry[DELTA], dtype=torch.float32)
-    local(delta).copy_(decode(Stored(local(entry[DELTA]), entry[DELTA_SCALES])))
-    return {**{key: value for key, value in entry.items() if key != DELTA_SCALES}, DELTA: delta}

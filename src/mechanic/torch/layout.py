@@ -27,7 +27,7 @@ where                key                         what
 In memory, int8 codes stand under ``mechanic_delta``, and their scales beside them under ``mechanic_delta_scales``. A
 checkpoint has these decoded, in float32: blocks of codes could not be sharded anew. Loading makes the same codes of it.
 
-A checkpoint is checked as a whole before anything changes. A ValueError names the entry that does not fit.
+A checkpoint that does not fit is refused with a ValueError that names the entry, and nothing has changed then.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ SKIPPED = "mechanic_skipped"
 OWN_ITERATES = "mechanic_own_iterates"
 GROUP_KEYS = ("mechanic_format", "mechanic_base", ROW, TUNER, PEAK_LR)
 OPTIONAL_GROUP_KEYS = (LAST_LR, FROZEN, SKIPPED, OWN_ITERATES, "d")
+SAME = ("mechanic_format", "mechanic_base", "tuner", OWN_ITERATES)  # in a checkpoint and where it is loaded
 
 StateDict = dict[str, Any]
 Group = dict[str, Any]
@@ -61,3 +62,8 @@ Group = dict[str, Any]
 
 def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in groups)
+
+
+def rows_of(groups: list[Group]) -> dict[int, int]:
+    """The index of each row among the tuners of groups. ZeRO steps one group at a time, so rows can be missing."""
+    return {row: index for index, row in enumerate(sorted({group[ROW] for group in groups}))}

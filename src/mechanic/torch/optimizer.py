@@ -5,43 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import TypedDict  # which torch depends on
 
 from mechanic.config import TunerConfig
-from mechanic.torch import checkpoint, step, tuners
-from mechanic.torch.backward import Arrivals
-from mechanic.torch.base import keeps_own_iterates, refuse_unsuitable
-from mechanic.torch.delta import check_choice
-from mechanic.torch.layout import Group, StateDict
+from mechanic.torch import checkpoint, step
+from mechanic.torch.backward import BackwardSteps
+from mechanic.torch.base import is_linear_in_lr, keeps_own_iterates, refuse_unsuitable
 from mechanic.torch.private import (
     is_inside_backward,
     outside_of_compiled_code,
     run_load_state_dict_hooks,
     run_state_dict_hooks,
 )
-from mechanic.torch.shards import SharedGroup
-from mechanic.torch.together import switch_of
 from mechanic.torch.wrapped import BaseT, Wrapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class MechanicOptions(TypedDict, total=False):
-    """The options of :class:`mechanic.torch.Mechanic`, which the classes made of it take as well."""
-
-    config: TunerConfig | Mapping[str, Any] | None
-    peak_lr: float | None
-    per_group: bool
-    skip_nonfinite: bool
-    own_iterates: bool
-    process_group: ProcessGroup | None
-    delta: torch.dtype | Literal["int8"] | None
+def _of_base(name: str) -> Any:
+    """The base's own, looked up every time: load_state_dict replaces it there, and frameworks write to it."""
+    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
 
 
 class Mechanic(Optimizer, Generic[BaseT]):
@@ -73,10 +61,10 @@ class Mechanic(Optimizer, Generic[BaseT]):
             without it. The base's weight decay then acts on its own iterates, unscaled.
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
-        delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
-            parameter. It is rounded stochastically, without torch's random numbers. AdamW, Adam, SGD and bases in few
-            bits then make their state of bfloat16 parameters in bfloat16, as they do bare. By default Delta is in
-            float32, or in the parameter's dtype if that is wider, as it always is of complex parameters.
+        delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, 1.02 bytes each. It is
+            rounded stochastically, without torch's random numbers. AdamW, Adam, SGD and bases in few bits then make
+            their state of bfloat16 parameters in bfloat16, as they do bare. By default Delta is in float32, or in the
+            parameter's dtype if that is wider, as it always is for complex parameters.
 
     Example:
         >>> import torch
@@ -95,7 +83,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
     """
 
     _wrapped: Wrapped[BaseT]
-    _arrivals: Arrivals
+    _backward: BackwardSteps
 
     def __init__(
         self,
@@ -112,15 +100,16 @@ class Mechanic(Optimizer, Generic[BaseT]):
         refuse_unsuitable(base)
         if peak_lr is not None and not 0 < peak_lr < math.inf:
             raise ValueError(f"peak_lr must be a positive learning rate, got {peak_lr}")
-        check_choice(delta)
+        if not any(delta is choice or delta == choice for choice in (None, torch.float32, torch.bfloat16, "int8")):
+            raise ValueError(f"delta must be torch.float32, torch.bfloat16 or 'int8', got {delta!r}")
         config = TunerConfig.of(config)
         if own_iterates := own_iterates or keeps_own_iterates(base):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
-        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, SharedGroup(process_group), delta
+        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group, delta
         wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
         checkpoint.begin(wrapped)
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__({"_wrapped": wrapped, "_arrivals": Arrivals(wrapped)})
+        self.__setstate__({"_wrapped": wrapped, "_backward": BackwardSteps(wrapped)})
 
     @property
     def base(self) -> BaseT:
@@ -131,50 +120,22 @@ class Mechanic(Optimizer, Generic[BaseT]):
     def config(self) -> TunerConfig:
         return self._wrapped.config
 
-    # The base's own, looked up every time: load_state_dict replaces them there, and frameworks write to them.
-
-    @property
-    def param_groups(self) -> list[Group]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:
-        self.base.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.base.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.base.defaults = defaults
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    param_groups: list[dict[str, Any]] = _of_base("param_groups")
+    state: Any = _of_base("state")
+    defaults: dict[str, Any] = _of_base("defaults")
 
     @outside_of_compiled_code
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step: measure, tune, let the base step, and scale what it did."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Make one step: measure, tune, let the base step, and scale what it did. Returns what the closure does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._wrapped.require_assigned_groups()
         self._wrapped.settle_peak_lr()
-        if not self._arrivals.step():
-            (step.step_frozen if self.is_frozen else step.step)(self._wrapped)
+        if not self._backward.step():
+            step.step(self._wrapped)
         return loss
 
     @outside_of_compiled_code
@@ -198,25 +159,23 @@ class Mechanic(Optimizer, Generic[BaseT]):
             >>> optimizer.step()
         """
         self._wrapped.require_assigned_groups()
-        self._arrivals.refuse_observation()
+        self._backward.refuse_observation()
         if not self.is_frozen:
             step.observe(self._wrapped)
         self.zero_grad()
 
+    @torch.no_grad()
     def train(self) -> None:
-        """Go to the base's training point if it has one (Schedule-Free); else do nothing."""
-        self._switch_mode("train")
+        """Go to the base's training point if it has one (Schedule-Free); else do nothing.
 
-    def eval(self) -> None:
-        """Go to the base's evaluation point if it has one (Schedule-Free); else do nothing."""
-        self._switch_mode("eval")
+        Layers that are not being trained (``requires_grad=False``) stay where they are.
+        """
+        step.switch_mode(self._wrapped, "train")
 
     @torch.no_grad()
-    def _switch_mode(self, mode: str) -> None:
-        """Layers that are not being trained (``requires_grad=False``) stay where they are."""
-        if (switch := switch_of(self.base, mode)) is not None:
-            self._wrapped.require_assigned_groups()
-            step.switch_mode(self._wrapped, switch)
+    def eval(self) -> None:
+        """Go to the base's evaluation point if it has one (Schedule-Free); else do nothing."""
+        step.switch_mode(self._wrapped, "eval")
 
     def step_in_backward(self, enabled: bool = True) -> None:
         """Step each parameter inside ``backward()``, as soon as its gradient is there, and free the gradient.
@@ -242,23 +201,23 @@ class Mechanic(Optimizer, Generic[BaseT]):
             >>> model.weight.grad is None
             True
         """
-        self._arrivals.hook(enabled)
+        self._backward.hook(enabled)
 
     def take_gradient(self, parameter: Tensor) -> None:
         """Step with the gradient of one parameter now, and free it; then call ``step()`` to end the step.
 
         For trainers that have hooks of their own on the parameters, in place of :meth:`step_in_backward`.
         """
-        self._arrivals.take(parameter)
+        self._backward.take(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients. After a backward pass that was broken off, this also forgets what had come of it."""
         if not is_inside_backward():
-            self._arrivals.warn_of_missing_step()
-            self._arrivals.give_up()
+            self._backward.warn_of_missing_step()
+            self._backward.discard()
         super().zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters in mid-training. They start with Delta = 0 and join the tuner they name, or get a new one."""
         self._wrapped.require_assigned_groups()
         count = len(self.param_groups)
@@ -290,8 +249,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         A step also counts if the gradients or Delta are so large that the sum of their squares overflows. Steps are
         counted on the device, and reading this waits for it.
         """
-        self._wrapped.require_assigned_groups()
-        return tuners.step_counts(self.param_groups)[1] + self.skipped_steps
+        return self._wrapped.nonfinite_steps()
 
     @property
     def skipped_steps(self) -> int:
@@ -309,8 +267,8 @@ class Mechanic(Optimizer, Generic[BaseT]):
         From now on a step is S times the base's own. NaN and infinite gradients reach the base, as they would without
         Mechanic, unless it was built with ``skip_nonfinite=True``.
         """
-        self._arrivals.refuse_unfinished("freeze() was called")
-        step.freeze(self._wrapped)
+        self._backward.refuse_unfinished("freeze() was called")
+        self._wrapped.freeze()
 
     def release(self) -> BaseT:
         """Return the base, with its learning rates multiplied by what was learned. This Mechanic cannot step any more.
@@ -322,20 +280,24 @@ class Mechanic(Optimizer, Generic[BaseT]):
         scheduler makes its first step by itself.
         """
         self._wrapped.require_assigned_groups()
-        self._arrivals.refuse_unfinished("release() was called")
-        base = step.release(self._wrapped)
-        self._arrivals.hook(False)
+        self._backward.refuse_unfinished("release() was called")
+        if not is_linear_in_lr(self.base):
+            raise TypeError(
+                f"the update of {type(self.base).__name__} is not known to be proportional to lr, so the learned scale "
+                "cannot be handed over as a learning rate; call freeze() and go on with Mechanic"
+            )
+        base = self._wrapped.release()
+        self._backward.hook(False)
         return base
 
     # Checkpoints and copies.
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self) -> dict[str, Any]:
         """The base's state dict. :mod:`mechanic.torch.layout` lists what Mechanic adds to it."""
-        self._arrivals.refuse_unfinished("state_dict() was called")
-        state_dict: StateDict = run_state_dict_hooks(self, lambda: checkpoint.state_dict_of(self.base))
-        return state_dict
+        self._backward.refuse_unfinished("state_dict() was called")
+        return run_state_dict_hooks(self, lambda: checkpoint.state_dict_of(self.base))
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint, bit for bit; or from one of the bare base, with a new tuner.
 
         The config that this optimizer was built with is used, but the betas have to be those of the checkpoint. If a
@@ -343,11 +305,11 @@ class Mechanic(Optimizer, Generic[BaseT]):
         """
         self._wrapped.require_assigned_groups()
         run_load_state_dict_hooks(self, state_dict, lambda found: checkpoint.load_checked(self._wrapped, found))
-        self._arrivals.give_up()
+        self._backward.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._arrivals.refuse_unfinished("the optimizer was copied or pickled")
-        return {"_wrapped": self._wrapped, "_arrivals": self._arrivals}
+        self._backward.refuse_unfinished("the optimizer was copied or pickled")
+        return {"_wrapped": self._wrapped, "_backward": self._backward}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.base).__name__}, {len(self.param_groups)} groups, {self.config})"

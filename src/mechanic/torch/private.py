@@ -5,17 +5,15 @@ Each function says why the public API is not enough. ``tests/torch/test_private.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # One call for a list of tensors. torch's own optimizers use the same functions; there are no public ones.
 foreach_add_ = torch._foreach_add_
@@ -24,26 +22,18 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_
-foreach_norm = torch._foreach_norm
 
 # Join tensors into a flat one; DDP's buckets are made this way.
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 
 
-def outside_of_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
+def outside_of_compiled_code(function: F) -> F:
     """Have ``torch.compile`` call a function as it is, not trace it.
 
-    ``torch.compiler.disable`` imports the compiler at once, and that takes a second.
+    ``torch.compiler.disable`` imports the compiler at once, which takes a second. This does when the function is first
+    called, as torch's own optimizers do when they are built.
     """
-    not_traced = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return not_traced(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+    return _disable_dynamo(function)  # type: ignore[return-value]
 
 
 def is_inside_backward() -> bool:
@@ -65,9 +55,17 @@ def is_fsdp1_parameter(p: Tensor) -> bool:
     return bool(getattr(p, "_fsdp_flattened", False))
 
 
-def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """The hooks before and after an optimizer's step. torch can register and remove hooks, but not list them."""
-    return [*optimizer._optimizer_step_pre_hooks.values()], [*optimizer._optimizer_step_post_hooks.values()]
+def run_hooks(optimizers: Iterable[Any], *, after: bool) -> None:
+    """Run the hooks before or after the step of some optimizers. torch runs them only around a step of its own.
+
+    After it, schedulers know that the optimizers have stepped; they warn if they step first.
+    """
+    for optimizer in optimizers:
+        hooks = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
+        for hook in list(hooks.values()):
+            hook(optimizer, (optimizer,), {})
+        if after:
+            optimizer._opt_called = True
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
@@ -82,7 +80,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
-def run_state_dict_hooks(optimizer: Optimizer, make: Callable[[], Any]) -> Any:
+def run_state_dict_hooks(optimizer: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """``make()`` a state dict, with the hooks that torch's ``state_dict`` would call around it."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
@@ -100,8 +98,3 @@ def run_load_state_dict_hooks(optimizer: Optimizer, state_dict: Any, load: Calla
     load(state_dict)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-
-
-def mark_as_stepped(optimizer: Any) -> None:
-    """Let schedulers know that the optimizer has stepped; they warn if they step first."""
-    optimizer._opt_called = True

@@ -4,78 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from mechanic.torch.layout import Group
-
-ROLES = {
-    "matrix": "2-dim weight of a hidden layer",
-    "experts": "several matrices in one tensor, as MoE layers have them",
-    "conv": "kernel of a convolution",
-    "embedding": "table that is looked up, positions, patches; also where the head is tied to it",
-    "head": "2-dim weight of the last layer",
-    "vector": "bias, norm, anything with one dimension",
-    "other": "nothing of these",
-}
-"""All roles, and what has them."""
+from mechanic.roles import EMBEDDING_NAMES, HEAD_NAMES, ROLES, given_roles, is_vector, role_by_name
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_LINEAR = nn.Linear, nn.MultiheadAttention, nn.RNNBase
 _LINEAR_NAMES = re.compile(r"Linear|^Conv1D$|Router|Gate$")  # class names; Conv1D is a linear layer of transformers
-_HEAD_NAMES = re.compile(
-    r"^((lm_|cls_|mlm_)?head|classifier|score|logits|unembed|embed_out|output_projection|qa_outputs|proj_out)$"
-)
 _WRAPPERS = re.compile(r"\.(base_layer|original_module)$")  # peft puts a layer inside another
-_EMBEDDING_NAMES = re.compile(r"embed|(^|_)(pos|position|positions|token|tokens|wte|wpe)(_|$)", re.IGNORECASE)
-_EXPERT_NAMES = re.compile(r"expert|moe", re.IGNORECASE)
 
 
-class _Use(NamedTuple):
-    """A place where a parameter is used: a tied one has several."""
-
-    path: str  # of the module
-    module: nn.Module
-    entry: str  # the parameter's name in it
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}.{self.entry}" if self.path else self.entry
-
-
-class Roles(Mapping[str, dict[str, nn.Parameter]]):
+class Roles(dict[str, dict[str, nn.Parameter]]):
     """Parameters by role, then by name: ``roles(model)["matrix"]["blocks.0.fc.weight"]``. It prints as a table."""
-
-    def __init__(self, by_role: Mapping[str, dict[str, nn.Parameter]]) -> None:
-        self._by_role = {role: dict(by_role.get(role, {})) for role in ROLES}
-
-    def __getitem__(self, role: str) -> dict[str, nn.Parameter]:
-        return self._by_role[role]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_role)
-
-    def __len__(self) -> int:
-        return len(self._by_role)
 
     def of(self, name: str) -> str:
         """The role of the parameter of this name."""
         return next(role for role, named in self.items() if name in named)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{'role':<10}{'tensors':>8}{'numbers':>14}  names"]
         for role, named in self.items():
-            if named:
-                numbers = sum(p.numel() for p in named.values())
-                first, *more = _abbreviated(named)
-                lines.append(f"{role:<10}{len(named):>8}{numbers:>14,}  {first}")
-                lines += [" " * 34 + line for line in more]
+            left = f"{role:<10}{len(named):>8}{sum(p.numel() for p in named.values()):>14,}"
+            alike: dict[str, list[str]] = {}  # names by what they are without the numbers of layers
+            for name in named:
+                alike.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
+            for short, names in alike.items():
+                lines.append(f"{left:<32}  {f'{short} ({len(names)})' if len(names) > 1 else names[0]}")
+                left = ""
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def roles(model: nn.Module, overrides: Mapping[str, str] | None = None) -> Roles:
@@ -103,31 +61,23 @@ def roles(model: nn.Module, overrides: Mapping[str, str] | None = None) -> Roles
         head             1            72  2.weight
         vector           2            17  *.bias (2)
     """
-    overrides = dict(overrides or {})
-    for pattern, role in overrides.items():
-        if role not in ROLES:
-            raise ValueError(f"{pattern!r} is given the role {role!r}, which is none of {list(ROLES)}")
-    uses: dict[nn.Parameter, list[_Use]] = {}
+    uses: dict[nn.Parameter, dict[str, nn.Module]] = {}  # the modules that have it, by its name there
     for path, module in model.named_modules():
-        for entry, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(p, UninitializedParameter):
-                raise ValueError(f"{path}.{entry} has no shape yet; run the model once, then ask for its roles")
+        for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            if isinstance(p, nn.UninitializedParameter):
+                raise ValueError(f"{name} has no shape yet; run the model once, then ask for its roles")
             if p.is_floating_point() or p.is_complex():
-                uses.setdefault(p, []).append(_Use(path, module, entry))
+                uses.setdefault(p, {})[name] = module
     heads = _heads(model)
-    by_role: dict[str, dict[str, nn.Parameter]] = {}
-    unused = set(overrides)
-    for p, used in uses.items():
-        fitting = [pattern for pattern in overrides if any(fnmatchcase(use.name, pattern) for use in used)]
-        unused -= set(fitting)
-        role = overrides[fitting[0]] if fitting else _role_of(p, used, heads)
-        by_role.setdefault(role, {})[used[0].name] = p
-    if unused:
-        raise ValueError(f"no parameter has a name that fits {', '.join(map(repr, sorted(unused)))}")
-    return Roles(by_role)
+    found = Roles({role: {} for role in ROLES})
+    for (p, modules), given in zip(uses.items(), given_roles(uses.values(), overrides), strict=True):
+        by_use = [_role_of(p, name, module, heads) for name, module in modules.items()]
+        role = given or ("embedding" if "embedding" in by_use else by_use[0])
+        found[role][next(iter(modules))] = p
+    return found
 
 
-def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
+def layer_groups(module: nn.Module, groups: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """Param groups that give every layer of a module a tuner of its own.
 
     A layer is a submodule that holds parameters directly, so a weight and its bias stay together.
@@ -146,7 +96,7 @@ def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None)
         {'0': 0.0, '2': 0.0}
     """
     layer_of: dict[Tensor, str] = {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
-    split: list[Group] = []
+    split: list[dict[str, Any]] = []
     for group in [{"params": module.parameters()}] if groups is None else groups:
         if "tuner" in group:
             split.append(group)
@@ -162,64 +112,39 @@ def layer_groups(module: torch.nn.Module, groups: Iterable[Group] | None = None)
     return split
 
 
-def _role_of(p: nn.Parameter, used: list[_Use], heads: set[nn.Module]) -> str:
-    """The role of a parameter. In several places it has that of an embedding if it is one anywhere, else the first."""
-    found = [_role_in(p, use, heads) for use in used]
-    return "embedding" if "embedding" in found else found[0]
-
-
-def _role_in(p: nn.Parameter, use: _Use, heads: set[nn.Module]) -> str:
-    path, module, entry = use
-    long_dims = sum(size > 1 for size in p.shape)
+def _role_of(p: nn.Parameter, name: str, module: nn.Module, heads: set[nn.Module]) -> str:
+    """What the type of the module makes of it, and where that says nothing, what the names do."""
+    path, _, entry = name.rpartition(".")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
-    if p.ndim < 2 or (long_dims < 2 and not isinstance(module, _CONVOLUTIONS) and module not in heads):
-        return "vector"
-    if isinstance(module, _CONVOLUTIONS):
-        return "embedding" if _EMBEDDING_NAMES.search(path) else "conv"
-    if "lora_embedding_A" in use.name:  # a table, as what it is added to
-        return "embedding"
-    if p.ndim == 2 and "lora_" in use.name:
-        return "matrix"
-    if p.ndim == 2 and module in heads:
+    if isinstance(module, _CONVOLUTIONS) and p.ndim > 1:
+        return "embedding" if EMBEDDING_NAMES.search(path) else "conv"
+    if module in heads and p.ndim == 2:
         return "head"
-    if p.ndim == 2 and (_is_linear(module) or isinstance(module, (nn.MultiheadAttention, nn.RNNBase))):
+    if _is_linear(module) and p.ndim == 2 and not is_vector(p.shape):
         return "matrix"
-    if p.ndim == 3 and (_EXPERT_NAMES.search(use.name) or _EXPERT_NAMES.search(type(module).__name__)):
-        return "experts"
-    if _EMBEDDING_NAMES.search(entry) or _EMBEDDING_NAMES.search(type(module).__name__):
-        return "embedding"
-    return "other"
+    return role_by_name(f"{path}.{type(module).__name__}.{entry}", p.shape)
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or bool(_LINEAR_NAMES.search(type(module).__name__))
+    """Whether its 2-dim parameters are matrices."""
+    return isinstance(module, _LINEAR) or bool(_LINEAR_NAMES.search(type(module).__name__))
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """Linear layers outside of blocks that are named like a head, and the last one, unless it is a pooler."""
+    """Linear layers outside of blocks that are named like a head; else the last one, unless it is a pooler."""
     linear = [(path, m) for path, m in _outside_blocks(model) if _is_linear(m) and "lora_" not in path]
     linear = [(path, module) for path, module in linear if isinstance(getattr(module, "weight", None), nn.Parameter)]
-    named = {module for path, module in linear if _HEAD_NAMES.search(_WRAPPERS.sub("", path).rpartition(".")[2])}
-    last = [module for path, module in linear[-1:] if "pool" not in path]
-    return named | set(last if not named else ())
+    named = {module for path, module in linear if HEAD_NAMES.search(_WRAPPERS.sub("", path).rpartition(".")[2])}
+    return named or {module for path, module in linear[-1:] if "pool" not in path}
 
 
 def _outside_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The submodules that are in no repeated block, which is a module with parts in a list of such modules."""
     yield path, module
-    children = list(module.named_children())
-    for name, child in children:
+    types = [type(child) for child in module.children()]
+    for name, child in module.named_children():
         has_parts = next(child.children(), None) is not None
-        alike = sum(type(other) is type(child) for _, other in children)
-        is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and alike > 1)
-        if not (is_list and has_parts):
+        is_sequence = isinstance(module, nn.Sequential) and types.count(type(child)) > 1
+        if not (has_parts and (is_sequence or isinstance(module, nn.ModuleList))):
             yield from _outside_blocks(child, f"{path}.{name}" if path else name)
-
-
-def _abbreviated(names: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names with a star for numbers, so that all layers take one line."""
-    counts: dict[str, list[str]] = {}
-    for name in names:
-        counts.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
-    return [f"{short} ({len(full)})" if len(full) > 1 else full[0] for short, full in counts.items()]

@@ -9,143 +9,150 @@ import torch
 from torch import Tensor
 
 from mechanic.torch import tuners
-from mechanic.torch.base import View, is_linear_in_lr, run_hooks, step_of
-from mechanic.torch.buckets import Bucket, parts_of
-from mechanic.torch.delta import Noises
-from mechanic.torch.layout import DELTA, DELTA_SCALES, FROZEN, PEAK_LR, RESIDUAL, Group, params_of
-from mechanic.torch.lists import Scaling, Scratch, is_on_host
-from mechanic.torch.private import is_inside_backward, mark_as_stepped
-from mechanic.torch.shards import mean_over_copies
-from mechanic.torch.wrapped import BaseT, Wrapped
+from mechanic.torch.base import View, has_method, starts_of, steps_one_by_one
+from mechanic.torch.buckets import Bucket, Scaling, buckets_of, parts_of
+from mechanic.torch.layout import Group
+from mechanic.torch.lists import is_on_host
+from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
 
 
 def step(wrapped: Wrapped[Any]) -> None:
     """Move the parameters from x_1 + S Delta to x_1 + S' Delta', where Delta' = k Delta + the base's update."""
-    require_all_gradients(wrapped)
     wrapped.check_parameters()
-    buckets = wrapped.buckets()
-    wrapped.warn_if_nothing_is_trained(buckets)
-    if not buckets and wrapped.reduction().group is None:
-        return
+    buckets = trained(wrapped)
+    wrapped.warn_if_nothing_is_trained(any(bucket.moves for bucket in buckets))
+    if buckets or wrapped.reduction().group is not None:
+        (_step_frozen if wrapped.is_frozen else _step)(wrapped, buckets)
 
-    # Measure. This comes before the base steps, since it may edit gradients in place.
-    betas, tuner = wrapped.read_tuners(buckets)
-    sums, grad_sq = _measure(wrapped, buckets, tuner)
+
+def _step(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
+    betas, tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))
+    sums, grad_sq = _measure(wrapped, buckets, tuner)  # before the base steps: it may edit gradients
     finite = grad_sq.isfinite()  # [tuners]
     if wrapped.skip_nonfinite and not finite.all():
         wrapped.count_skipped_step()
         return
-    if not wrapped.skip_nonfinite:
-        for bucket in buckets:
-            bucket.discard_grads_unless(finite)
+    tuned, scaling = tune(wrapped, betas, tuner, sums, finite)
+    step_base(wrapped, buckets, scaling, begin=lambda: wrapped.remember(betas, tuned, finite))
 
-    tuned, scaling = tune(wrapped, betas, tuner, sums)
-    noises = noises_of(wrapped, tuner)
-    move(wrapped, buckets, scaling, noises, begin=lambda: remember(wrapped, betas, tuned, finite))
+
+def _step_frozen(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
+    """The base's own step, times the frozen S."""
+    tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+    if wrapped.skip_nonfinite and not wrapped.sum_over_ranks(_grad_sq_of(buckets, tuner)).isfinite().all():
+        wrapped.count_skipped_step()
+        return
+    step_base(wrapped, [b for b in buckets if b.has_grad], standing(tuner), begin=wrapped.remember_rates)
+
+
+def step_base(wrapped: Wrapped[Any], buckets: list[Bucket], scaling: Scaling, *, begin: Callable[[], None]) -> None:
+    """Let the base step, with the hooks on its step."""
+    wrapped.run_hooks(after=False)
+    move(wrapped, View(wrapped.base), buckets, scaling, begin=begin)
+    wrapped.run_hooks(after=True)
 
 
 def move(
     wrapped: Wrapped[Any],
+    view: View,
     buckets: list[Bucket],
     scaling: Scaling,
-    noises: Noises | None,
     *,
-    call: Callable[[Any], Any] = step_of,
+    method: str = "step",
     begin: Callable[[], None] = lambda: None,
-    view: View | None = None,
 ) -> None:
-    """Let the base step on copies, part by part, and move the parameters.
+    """Let the base step on copies, part by part, or call its ``train`` or ``eval``, and move the parameters.
 
     ``begin`` is called before the first parameter moves. If the base raises, or something from outside does, every
     parameter is where it was before its move or after it.
     """
-    base = wrapped.base
-    switches = call is not step_of
-    has_hooks = not switches and view is None  # else a caller runs them
-    if has_hooks:
-        run_hooks(base, after=False)
-    view = view or View(base)
-    scratch = Scratch()
-    for number, part in enumerate(parts_of(base, buckets)):
-        scratch.begin()
-        steps = [bucket.has_grad or (switches and bucket.moves) for bucket in part]
-        copies = [bucket.copies(scaling, scratch) if has else [] for bucket, has in zip(part, steps, strict=True)]
-        seen = {p: tensor for bucket, own in zip(part, copies, strict=True) for p, tensor in bucket.see(own).items()}
-        try:
-            if seen or switches:
-                view.call(seen, call, all_groups=switches)
-        except Exception as error:
-            _say_what_has_changed(error, moved=number > 0)
-            raise
-        if number == 0:
-            begin()
-        for bucket, stepped in zip(part, copies, strict=True):
-            bucket.move(base.state, stepped, scaling, noises)
-    mark_as_stepped(base)
-    if has_hooks:
-        run_hooks(base, after=True)
+    number = 0
+    try:
+        for number, part in enumerate(parts_of(buckets, one_by_one=steps_one_by_one(wrapped.base))):
+            _move_part(wrapped.base.state, view, part, scaling, method, begin if number == 0 else lambda: None)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            some = "some parameters have made their step" if number else "no parameter has moved"
+            error.add_note(
+                f"Mechanic: the step failed: {some}. Some of the base's own state may have changed. "
+                "Training can go on; to repeat the step exactly, load a checkpoint."
+            )
+        raise
 
 
-def step_frozen(wrapped: Wrapped[Any]) -> None:
-    """The base's own step, times the frozen S."""
-    buckets = [bucket for bucket in wrapped.buckets() if bucket.has_grad]
-    tuner = wrapped.read_tuners(buckets)[1]
-    if wrapped.skip_nonfinite:
-        squares = sum_by_tuner([(b.row, b.grad_sq(tuner.scales.dtype)) for b in buckets], 1, tuner.scales)
-        if not wrapped.sum_over_ranks(squares).isfinite().all():
-            wrapped.count_skipped_step()
-            return
-    scale = total_scale(tuner, torch)
-    move(wrapped, buckets, Scaling(scale, scale), None)
-    tuners.remember_rates(wrapped.groups)
+def _move_part(
+    state: Any, view: View, part: list[Bucket], scaling: Scaling, method: str, begin: Callable[[], None]
+) -> None:
+    switches = method != "step"
+    acts = [bucket.has_grad or (switches and bucket.moves) for bucket in part]
+    copies = [b.copies(scaling.of(b)) if acts_on else [] for b, acts_on in zip(part, acts, strict=True)]
+    seen: dict[Tensor, Tensor] = {}
+    for bucket, own in zip(part, copies, strict=True):
+        seen |= bucket.seen(own, scaling.of(bucket))
+    if seen or switches:
+        view.act(seen, method)
+    begin()
+    for bucket, stepped in zip(part, copies, strict=True):
+        bucket.move(state, stepped, scaling.of(bucket))
 
 
-def switch_mode(wrapped: Wrapped[Any], switch: Callable[[Any], Any]) -> None:
+def switch_mode(wrapped: Wrapped[Any], mode: str) -> None:
     """Let the base move its own iterates (``train()``, ``eval()``), and move the parameters by S times as much."""
-    buckets = wrapped.buckets()
-    tuner = wrapped.read_tuners(buckets)[1]
-    scale = total_scale(tuner, torch)
-    move(wrapped, buckets, Scaling(scale, scale), noises_of(wrapped, tuner), call=switch)
+    if has_method(wrapped.base, mode):
+        wrapped.require_assigned_groups()
+        buckets = trained(wrapped)
+        tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+        move(wrapped, View(wrapped.base), buckets, standing(tuner), method=mode)
 
 
 def observe(wrapped: Wrapped[Any]) -> None:
     """Measure the gradients of a held-out batch for the next step."""
-    buckets = wrapped.buckets()
-    tuner = wrapped.read_tuners(buckets)[1]
-    wrapped.keep_observed(mean_over_copies(sums_of(buckets, tuner), wrapped.reduction().group))
+    buckets = trained(wrapped)
+    tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+    sums = wrapped.reduction().mean_over_copies(sums_of(buckets, tuner))
+    wrapped.observed = dict(zip(wrapped.rows, sums.unbind(), strict=True))
 
 
-def require_all_gradients(wrapped: Wrapped[Any], come: Collection[Tensor] = ()) -> None:
-    """Raise inside a backward pass if gradients are still to come, beside those that have: the sums would lack them."""
-    if not is_inside_backward():
-        return
-    waiting = [p.requires_grad and p.grad is None and p not in come for p in params_of(wrapped.groups)]
-    if any(waiting):
-        raise RuntimeError(
-            f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
-            "no gradient, and Mechanic's feedback is a sum over all: call step_in_backward() once and step() after "
-            "backward(), turn 'fused backward pass' off, or give every parameter that steps by itself a Mechanic of "
-            "its own"
-        )
+# Measure and tune.
 
 
-# Measure, tune, remember.
+def trained(
+    wrapped: Wrapped[Any], chosen: Collection[Tensor] | None = None, held: list[Group] | None = None
+) -> list[Bucket]:
+    """The parameters that are trained, or some of them, in lists. ``held`` is what the groups held before."""
+    groups = held or wrapped.groups
+    start_of = starts_of(wrapped.base, groups, wrapped.delta, own_iterates=wrapped.own_iterates)
+    options = wrapped.delta, wrapped.is_frozen
+    return buckets_of(groups, wrapped.base.state, start_of, wrapped.reduction(), *options, chosen)
 
 
-def sum_by_tuner(parts: list[tuple[int, Tensor]], width: int, like: Tensor) -> Tensor:
-    """Add up parts that come with their tuner's row, [tuners, width]; with the dtype and device of ``like``."""
-    sums = torch.zeros(len(like), width, dtype=like.dtype, device=like.device)
-    rows = sums.unbind()
-    for row, part in parts:
-        rows[row].add_(part.to(like))
-    return sums
+def device_of(buckets: list[Bucket]) -> torch.device | None:
+    """Where the tuners are worked on."""
+    return buckets[0].device if buckets else None
 
 
 def sums_of(buckets: list[Bucket], tuner: TunerState) -> Tensor:
     """The five sums of this rank, [tuners, 5]."""
-    dtype = tuner.scales.dtype
-    return sum_by_tuner([(bucket.row, bucket.sums(dtype)) for bucket in buckets], len(SUMS), like=tuner.scales)
+    return _by_tuner([(bucket.row, bucket.sums(tuner.scales.dtype)) for bucket in buckets], len(SUMS), tuner)
+
+
+def _grad_sq_of(buckets: list[Bucket], tuner: TunerState) -> Tensor:
+    """|g|^2 of this rank, [tuners, 1]."""
+    return _by_tuner([(bucket.row, bucket.grad_sq(tuner.scales.dtype)) for bucket in buckets], 1, tuner)
+
+
+def _by_tuner(parts: list[tuple[int, Tensor]], width: int, tuner: TunerState) -> Tensor:
+    """Add up parts that come with their tuner's row, [tuners, width]."""
+    sums = torch.zeros(len(tuner.scales), width, dtype=tuner.scales.dtype, device=tuner.scales.device)
+    rows = sums.unbind()
+    for row, part in parts:
+        rows[row].add_(part.to(sums))
+    return sums
+
+
+def grad_sq_in(sums: Tensor) -> Tensor:
+    return sums.unbind(-1)[SUMS.index("grad_sq")]
 
 
 def _measure(wrapped: Wrapped[Any], buckets: list[Bucket], tuner: TunerState) -> tuple[Tensor, Tensor]:
@@ -153,112 +160,49 @@ def _measure(wrapped: Wrapped[Any], buckets: list[Bucket], tuner: TunerState) ->
 
     These differ if the sums were observed on other gradients. They share one collective.
     """
-    observed = wrapped.take_observed(like=tuner.scales)
-    if observed is None:
+    if wrapped.observed is None:
         sums = wrapped.sum_over_ranks(sums_of(buckets, tuner))
         return sums, grad_sq_in(sums)
-    grad_sq = sum_by_tuner([(b.row, b.grad_sq(tuner.scales.dtype)) for b in buckets], 1, like=tuner.scales)
-    *columns, grad_sq = wrapped.sum_over_ranks(torch.cat([observed, grad_sq], -1)).unbind(-1)
+    grad_sq = _grad_sq_of(buckets, tuner)
+    none = grad_sq.new_zeros(len(SUMS))  # a tuner that was added since has no feedback
+    observed = torch.stack([wrapped.observed.get(row, none).to(none) for row in wrapped.rows])
+    wrapped.observed = None
+    both = torch.cat([observed, grad_sq], -1)
+    *columns, grad_sq = wrapped.sum_over_ranks(both).unbind(-1)
     return torch.stack(columns, -1), grad_sq
 
 
-def grad_sq_in(sums: Tensor) -> Tensor:
-    return sums.unbind(-1)[SUMS.index("grad_sq")]
-
-
 def tune(
-    wrapped: Wrapped[Any], betas: Tensor, tuner: TunerState, sums: Tensor, groups: list[Group] | None = None
+    wrapped: Wrapped[Any],
+    betas: Tensor,
+    tuner: TunerState,
+    sums: Tensor,
+    finite: Tensor | None,
+    held: list[Group] | None = None,
+    *,
+    again: bool = False,
 ) -> tuple[TunerState, Scaling]:
-    """S becomes S', with the learning rates of the groups, or of what they held when the step began."""
-    rates = tuners.read_rates(groups or wrapped.groups, like=tuner.scales)
+    """S becomes S', with the learning rates of the groups, or of what they held when the step began.
+
+    ``finite``, [tuners], tells whose gradients the base may see. ``again`` if Deltas were rounded in this step before.
+    """
+    rates = tuners.read_rates(held or wrapped.groups, tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
     scales = total_scale(tuner, torch), total_scale(tuned, torch)
     retention = delta_retention(tuner, tuned, wrapped.config, torch, rates, scales)
     if retention is not None and is_on_host(retention) and bool((retention == 1).all()):
         retention = None
-    return tuned, Scaling(*scales, retention)
+    count = _count(tuner)
+    return tuned, Scaling(*scales, -1 - count if again else count, retention, finite)
 
 
-def noises_of(wrapped: Wrapped[Any], tuner: TunerState, *, again: bool = False) -> Noises | None:
-    """What coded Deltas are rounded with in this step; every step has its number, finite or not.
-
-    If they are rounded ``again`` in one step, that has a number too.
-    """
-    if wrapped.delta is None:
-        return None
-    count = tuner.steps[:, 0] + tuner.nonfinite_steps[:, 0]
-    return Noises(-1 - count if again else count)
+def standing(tuner: TunerState, finite: Tensor | None = None) -> Scaling:
+    """S stays as it is."""
+    scale = total_scale(tuner, torch)
+    return Scaling(scale, scale, _count(tuner), None, finite)
 
 
-def remember(
-    wrapped: Wrapped[Any], betas: Tensor, tuned: TunerState, finite: Tensor, groups: list[Group] | None = None
-) -> None:
-    """Write down what a step has learned. ``finite``, [tuners], tells whose gradients were."""
-    tuners.write_tuners(wrapped.groups, betas, tuned)
-    tuners.remember_rates(wrapped.groups, groups)
-    wrapped.show_scales()
-    wrapped.warn_if_nothing_is_learned(finite)
-    wrapped.warn_of_scale(tuned)
-
-
-def _say_what_has_changed(error: Exception, *, moved: bool) -> None:
-    """Add a line below the traceback. Python 3.10 has no such lines."""
-    if hasattr(error, "add_note"):
-        state = "some parameters have made their step, and with them" if moved else "no parameter has moved, but"
-        error.add_note(
-            f"Mechanic: the base failed during its update: {state} some of the base's own state may have changed. "
-            "Training can go on; to repeat the step exactly, load a checkpoint."
-        )
-
-
-# Keep what was learned: stop tuning, or hand over to the base alone.
-
-
-def freeze(wrapped: Wrapped[Any]) -> None:
-    """Keep S as it is and drop Delta."""
-    if wrapped.own_iterates:
-        raise TypeError(
-            f"{type(wrapped.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
-            "without Delta; keep tuning"
-        )
-    scales = wrapped.scales()
-    if not all(scale > 0 for scale in scales.values()):
-        raise ValueError(
-            f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer no "
-            "group or layer of which nothing is trained"
-        )
-    for name, sharing in wrapped.by_tuner().items():
-        for group in sharing:
-            group[FROZEN] = scales[name]
-    wrapped.observed = None
-    _drop(wrapped, DELTA, DELTA_SCALES)
-
-
-def release(wrapped: Wrapped[BaseT]) -> BaseT:
-    """Multiply the base's learning rates by S, and remove everything of Mechanic's from it."""
-    base, groups = wrapped.base, wrapped.groups
-    if not is_linear_in_lr(base):
-        raise TypeError(
-            f"the update of {type(base).__name__} is not known to be proportional to lr, so the learned scale cannot "
-            "be handed over as a learning rate; call freeze() and go on with Mechanic"
-        )
-    if not wrapped.is_frozen:
-        freeze(wrapped)
-    for group in groups:
-        factor = group[FROZEN] / group[PEAK_LR]
-        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-            if group.get(key) is not None:
-                group[key] = group[key] * factor
-    tuners.remove_tuners(groups)
-    wrapped.watch_direct_steps(watch=False)
-    _drop(wrapped, RESIDUAL)
-    base.load_state_dict(base.state_dict())  # casts the moments to the parameters' dtype
-    return base
-
-
-def _drop(wrapped: Wrapped[Any], *names: str) -> None:
-    """Remove entries from the state; what was handed out of it keeps them."""
-    state = wrapped.base.state
-    for p in params_of(wrapped.groups):
-        if p in state:
-            state[p] = {key: value for key, value in state[p].items() if key not in names}
+def _count(tuner: TunerState) -> Tensor:
+    """The number of the step, [tuners]: every step has its own, finite or not."""
+    count: Tensor = (tuner.steps + tuner.nonfinite_steps).unbind(-1)[0]
+    return count

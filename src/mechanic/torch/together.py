@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.torch.layout import Group, StateDict, params_of
-from mechanic.torch.private import run_load_state_dict_hooks, step_hooks, step_without_hooks
+from mechanic.torch.private import run_hooks, run_load_state_dict_hooks, step_without_hooks
 
 OPTIMIZER = "optimizer"
 """The entry of a param group that names its optimizer."""
@@ -40,21 +40,17 @@ class Together(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         _refuse_unsuitable(optimizers)
+        kinds = [type(member).__name__ for member in optimizers]
         named: dict[str, Optimizer] = {}
-        for member in optimizers:
-            name = kind = type(member).__name__
-            count = 1
-            while name in named:
-                count += 1
-                name = f"{kind} {count}"
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for index, (kind, member) in enumerate(zip(kinds, optimizers, strict=True)):
+            count = 1 + kinds[:index].count(kind)
+            name = kind if count == 1 else f"{kind} {count}"
             named[name] = member
-        for name, member in named.items():
+            state.update(member.state)
             for group in member.param_groups:
                 group[OPTIMIZER] = name
         shared = set.intersection(*(set(member.defaults) for member in optimizers))
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for member in optimizers:
-            state.update(member.state)
         # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
         self.__setstate__(
             {
@@ -70,113 +66,75 @@ class Together(Optimizer):
     @property
     def members(self) -> tuple[Optimizer, ...]:
         """The optimizers, each with its own groups and state as they are now."""
-        return tuple(self._up_to_date(name) for name in self.by_name)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+        for member in self.by_name.values():
+            shown = self._stand_in_for(member)
+            member.param_groups, member.state = shown.param_groups, shown.state
+        return tuple(self.by_name.values())
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Let every optimizer step."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Let every optimizer step. Returns what the closure does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for member in self.members:
-            for hook in step_hooks(member)[0]:
-                hook(member, (member,), {})
-        self.step_members()
-        for member in self.members:
-            for hook in step_hooks(member)[1]:
-                hook(member, (member,), {})
+        run_hooks(self.members, after=False)
+        self.act("step")
+        run_hooks(self.members, after=True)
         return loss
 
-    def step_members(self) -> None:
-        """Let every optimizer step that has param groups here, without the hooks on its step."""
-        for name in self.by_name:
-            self._call(name, step_without_hooks)
+    def act(self, method: str) -> None:
+        """Let every optimizer step that has param groups here, without hooks, or call its ``train`` or ``eval``."""
+        for member in self.by_name.values():
+            shown = self._stand_in_for(member)
+            if shown.param_groups:
+                act(shown, method)
+                if odd := [key for key in shown.state if not isinstance(key, Tensor)]:
+                    kind = type(member).__name__
+                    raise TypeError(f"{kind} keeps a state of no parameter, {odd[0]!r}, and cannot be one of several")
+                self.state.update(shown.state)
+                take_over(shown, member)
 
-    def switch(self, mode: str) -> None:
-        """Call ``train()`` or ``eval()`` of the optimizers that have it (Schedule-Free)."""
-        for name, member in self.by_name.items():
-            if hasattr(member, mode):
-                self._call(name, lambda shown: getattr(shown, mode)())
-
-    def _call(self, name: str, function: Callable[[Optimizer], Any]) -> None:
-        """Call a function with one of the optimizers, as a stand-in that has its groups and its state as they are."""
-        member = self.by_name[name]
-        groups, state = self._part_of(member)
-        if not groups:
-            return
-        shown = stand_in(member, groups, lambda _: state)
-        function(shown)
-        self._collect(shown)
-        take_over(shown, member)
+    def _stand_in_for(self, member: Optimizer) -> Any:
+        """A stand-in for one of the optimizers, with its groups and state as they are here, where others write."""
+        groups = [g for g, owner in zip(self.param_groups, owners_of(self), strict=True) if owner is member]
+        state = defaultdict(dict, {p: self.state[p] for p in params_of(groups) if p in self.state})
+        return stand_in(member, groups, lambda _: state)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to the optimizer that the group names, ``{"params": ..., "optimizer": "AdamW"}``."""
         name = param_group.get(OPTIMIZER)
         if name not in self.by_name:
-            has = "names none" if name is None else f"names {name!r}"
             raise ValueError(
-                f"a new group has to name its optimizer, one of {list(self.by_name)}, and this one {has}: "
+                f"a new group has to name its optimizer, one of {list(self.by_name)}, and this one names {name!r}: "
                 f'add_param_group({{"params": ..., "optimizer": {next(iter(self.by_name))!r}}})'
             )
-        member = self._up_to_date(name)
-        count = len(member.param_groups)
-        member.add_param_group(param_group)
-        added, taken = member.param_groups[count:], set(params_of(self.param_groups))
-        if any(p in taken for p in params_of(added)):
-            raise ValueError("some parameters of the new group are in another group already")
-        self.param_groups += added
-        self._collect(member)
+        member = self.by_name[name]
+        shown = stand_in(member, self.param_groups, lambda _: self.state)  # of all, where it looks for duplicates
+        shown.add_param_group(param_group)
+        take_over(shown, member)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Let every optimizer load its part. If one of them cannot, nothing has changed."""
         run_load_state_dict_hooks(self, state_dict, self._load)
 
     def _load(self, state_dict: StateDict) -> None:
-        saved_groups, here = state_dict["param_groups"], len(self.param_groups)
-        if len(saved_groups) != here:
-            raise ValueError(f"the checkpoint has {len(saved_groups)} param_groups, this optimizer has {here}")
-        for index, (saved, group) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            if saved.get(OPTIMIZER) != group[OPTIMIZER]:
-                was, now = saved.get(OPTIMIZER), group[OPTIMIZER]
-                raise ValueError(f"param_groups[{index}]['optimizer'] was {was!r} when saved, here it is {now!r}")
-        loaded: dict[int, Group] = {}
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for name in self.by_name:
-            indices = [index for index, group in enumerate(self.param_groups) if group[OPTIMIZER] == name]
-            groups = [saved_groups[index] for index in indices]
+        saved_groups = state_dict["param_groups"]
+        were, are = [group.get(OPTIMIZER) for group in saved_groups], names_by_group(self)
+        if were != are:
+            raise ValueError(f"the param_groups were of {were} when saved, here they are of {are}")
+        shown = {name: self._stand_in_for(member) for name, member in self.by_name.items()}
+        for name, each in shown.items():
+            groups = [group for group in saved_groups if group[OPTIMIZER] == name]
             keys: set[Any] = set(params_of(groups))
             own = {key: entry for key, entry in state_dict["state"].items() if key in keys}
-            member = self._up_to_date(name)
-            member.load_state_dict({"state": own, "param_groups": groups})
-            loaded.update(zip(indices, member.param_groups, strict=True))
-            state.update(member.state)
-        self.__setstate__({"state": state, "param_groups": [loaded[index] for index in sorted(loaded)]})
-
-    def _up_to_date(self, name: str) -> Optimizer:
-        """An optimizer with its groups and its state. The truth is here, since others write to it."""
-        member = self.by_name[name]
-        member.param_groups, member.state = self._part_of(member)
-        return member
-
-    def _part_of(self, member: Optimizer) -> tuple[list[Group], defaultdict[Tensor, Any]]:
-        """The groups and the state of one of the optimizers."""
-        groups = [g for owner, g in zip(owners_of(self), self.param_groups, strict=True) if owner is member]
-        return groups, defaultdict(dict, {p: self.state[p] for p in params_of(groups) if p in self.state})
-
-    def _collect(self, member: Optimizer) -> None:
-        """Take over the state that an optimizer has made."""
-        for key, entry in member.state.items():
-            if not isinstance(key, Tensor):
-                name = type(member).__name__
-                raise TypeError(f"{name} keeps a state of no parameter, {key!r}, and cannot be one of several")
-            self.state[key] = entry
+            each.load_state_dict({"state": own, "param_groups": groups})
+        loaded = {name: iter(each.param_groups) for name, each in shown.items()}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for name, each in shown.items():
+            state.update(each.state)
+            take_over(each, self.by_name[name])
+        self.__setstate__({"state": state, "param_groups": [next(loaded[name]) for name in are]})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "by_name": self.by_name}
@@ -211,6 +169,16 @@ def take_over(shown: Optimizer, base: Optimizer) -> None:
             vars(base)[name] = value
 
 
+def act(optimizer: Any, method: str) -> None:
+    """Let an optimizer or a stand-in for it step, without hooks, or call its ``train`` or ``eval`` if it has one."""
+    if isinstance(optimizer, Together):
+        optimizer.act(method)
+    elif method == "step":
+        step_without_hooks(optimizer)
+    elif hasattr(optimizer, method):
+        getattr(optimizer, method)()
+
+
 def members_of(base: Optimizer) -> list[Optimizer]:
     """The optimizers that a base consists of; it alone, if it is an ordinary one."""
     return list(base.by_name.values()) if isinstance(base, Together) else [base]
@@ -218,26 +186,18 @@ def members_of(base: Optimizer) -> list[Optimizer]:
 
 def owners_of(base: Optimizer) -> list[Optimizer]:
     """The optimizer that steps each param group."""
-    if isinstance(base, Together):
-        if any(group.get(OPTIMIZER) not in base.by_name for group in base.param_groups):
-            raise ValueError("a param group does not name its optimizer; add groups with add_param_group")
-        return [base.by_name[group[OPTIMIZER]] for group in base.param_groups]
-    return [base] * len(base.param_groups)
+    by_name = base.by_name if isinstance(base, Together) else {type(base).__name__: base}
+    return [by_name[name] for name in names_by_group(base)]
 
 
 def names_by_group(base: Optimizer) -> list[str]:
     """What the optimizer of each param group is called."""
-    owners = owners_of(base)  # raises if a group has none
-    names = {id(member): name for name, member in base.by_name.items()} if isinstance(base, Together) else {}
-    return [names.get(id(owner), type(owner).__name__) for owner in owners]
-
-
-def switch_of(base: Optimizer, mode: str) -> Callable[[Any], Any] | None:
-    """What calls ``train()`` or ``eval()`` of a base, or of a stand-in for it; None if it has none (Schedule-Free)."""
-    if isinstance(base, Together):
-        has_mode = any(hasattr(member, mode) for member in members_of(base))
-        return (lambda shown: shown.switch(mode)) if has_mode else None
-    return (lambda shown: getattr(shown, mode)()) if hasattr(base, mode) else None
+    if not isinstance(base, Together):
+        return [type(base).__name__] * len(base.param_groups)
+    names: list[Any] = [group.get(OPTIMIZER) for group in base.param_groups]
+    if not base.by_name.keys() >= set(names):
+        raise ValueError("a param group does not name its optimizer; add groups with add_param_group")
+    return names
 
 
 def options_of(base: Optimizer) -> set[str]:
@@ -249,10 +209,8 @@ def _refuse_unsuitable(optimizers: tuple[Any, ...]) -> None:
     for member in optimizers:
         if not isinstance(member, Optimizer):
             raise TypeError(f"Together takes optimizers, one by one, got {type(member).__name__}")
-        if isinstance(member, Together):
-            raise TypeError("Together takes optimizers that are not a Together already; name them all in one")
-        if any("mechanic_format" in group for group in member.param_groups):
-            raise TypeError("Together goes inside: write Mechanic(Together(first, second))")
+        if isinstance(member, Together) or any("mechanic_format" in group for group in member.param_groups):
+            raise TypeError("Together takes bare optimizers, all of them in one: Mechanic(Together(first, second))")
     if not optimizers:
         raise ValueError("Together takes at least one optimizer")
     params = [p for member in optimizers for p in params_of(member.param_groups)]

@@ -28,6 +28,7 @@ from mechanic.torch.layout import (
     TUNER,
     Group,
     params_of,
+    rows_of,
 )
 from mechanic.torch.private import foreach_copy_
 from mechanic.tuner import TunerState
@@ -191,10 +192,7 @@ def remember_rates(groups: list[Group], held: list[Group] | None = None) -> None
     ``held`` is what the groups held when the step began, if somebody may have written to them since.
     """
     for group, begun in zip(groups, held or groups, strict=True):
-        lr, former = begun.get("lr"), group.get(LAST_LR)
-        if isinstance(lr, Tensor) and isinstance(former, Tensor):
-            former.copy_(lr)  # in place, as CUDA graphs need it
-        elif lr is not None:
+        if (lr := begun.get("lr")) is not None:
             group[LAST_LR] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
@@ -204,26 +202,14 @@ def last_rate(group: Group) -> float:
     return 1.0 if lr is None else float(lr) / float(group[PEAK_LR])
 
 
-def rows_of(groups: list[Group]) -> dict[int, int]:
-    """The index of each row in :func:`read_tuners`. ZeRO steps one group at a time, so rows can be missing."""
-    return {row: index for index, row in enumerate(sorted({group[ROW] for group in groups}))}
-
-
 def read_tuners(groups: list[Group], device: torch.device | None) -> tuple[Tensor, TunerState]:
     """The betas and the state of all tuners, each [tuners, n]; on ``device``, or where they are."""
-    bring(groups, device or groups[0][TUNER].device)
+    device = device or groups[0][TUNER].device  # the model may have been moved, or the checkpoint be from elsewhere
+    for group in groups:
+        group[TUNER] = group[TUNER].to(device, tuner_dtype(device))
     rows = {group[ROW]: group[TUNER] for group in groups}
     betas, *fields = torch.stack([rows[row] for row in sorted(rows)]).unbind(1)
     return betas, TunerState(*fields)
-
-
-def bring(groups: list[Group], device: torch.device) -> None:
-    """Have all tuners on ``device``: the model may have been moved, or the checkpoint be from elsewhere."""
-    dtype = tuner_dtype(device)
-    for group in groups:
-        tuner = group[TUNER]
-        if tuner.device != device or tuner.dtype != dtype:
-            group[TUNER] = tuner.to(device, dtype)
 
 
 def read_rates(groups: list[Group], like: Tensor) -> Tensor:
@@ -245,24 +231,15 @@ def _largest(rates: list[Any], like: Tensor) -> Tensor:
 
 
 def write_tuners(groups: list[Group], betas: Tensor, state: TunerState) -> None:
-    """In place, as CUDA graphs need it."""
+    """In one operation, so that groups that share a tuner never differ in it."""
     index, rows = rows_of(groups), torch.stack([betas, *state], 1).unbind()
     foreach_copy_([g[TUNER] for g in groups], [rows[index[g[ROW]]] for g in groups])
 
 
 def show_scales(groups: list[Group]) -> None:
     """Keep ``d`` = S / peak_lr in every group: many trainers log ``d * lr``, which is then the effective rate."""
-    rates = [scale_of(group) / group[PEAK_LR] for group in groups]
-    make_shown(groups)
-    foreach_copy_([group["d"] for group in groups], rates)
-
-
-def make_shown(groups: list[Group]) -> None:
-    """Have a tensor ``d`` beside every tuner."""
     for group in groups:
-        tuner, shown = group[TUNER], group.get("d")
-        if not isinstance(shown, Tensor) or shown.device != tuner.device or shown.dtype != tuner.dtype:
-            group["d"] = tuner.new_zeros(())
+        group["d"] = scale_of(group) / group[PEAK_LR]
 
 
 def warn_user(message: str) -> None:
@@ -271,66 +248,3 @@ def warn_user(message: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mechanic", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-class WarnOnce:
-    """The warnings of one optimizer, each given once."""
-
-    def __init__(self) -> None:
-        self._topics: set[str] = set()
-
-    def nothing_is_learned(self, steps: int, nonfinite: int) -> None:
-        self._warn(
-            "nonfinite",
-            f"{nonfinite} of {steps + nonfinite} steps so far had NaN or inf gradients, and nothing is learned from "
-            "such steps. With a GradScaler, call scaler.step(optimizer), which unscales the gradients, not "
-            "optimizer.step(); otherwise look for NaN in the loss",
-        )
-
-    def step_is_missing(self) -> None:
-        self._warn(
-            "missing step",
-            "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): Mechanic "
-            "learns nothing from such a pass. With step_in_backward(), too, call step() after backward()",
-        )
-
-    def nothing_is_trained(self) -> None:
-        self._warn(
-            "no gradients",
-            "no parameter of this optimizer has had a gradient in its first 10 steps. Build the optimizer after "
-            "fully_shard, and after everything else that replaces the parameters of the model",
-        )
-
-    def one_step_dominates(self) -> None:
-        self._warn(
-            "dominated",
-            "the gradient of one step outweighs those of all others together, hundreds of times over, and S and "
-            "the base's state recover slowly. Load a checkpoint from before it, and clip the gradients before step(): "
-            "torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)",
-        )
-
-    def scale_at_bound(self, min_lr: float, max_lr: float) -> None:
-        self._warn(
-            "bound",
-            f"S is held by a bound, min_lr={min_lr:g} or max_lr={max_lr:g} of the config: Mechanic would have chosen "
-            "another learning rate. Widen the bound, unless you meant it to hold",
-        )
-
-    def rate_above_peak(self, lr: float, peak_lr: float) -> None:
-        self._warn(
-            "resumed",
-            f"the learning rate has risen to {lr:g}, and the peak in the loaded checkpoint is {peak_lr:g}. If the "
-            f"scheduler was not restored from the checkpoint, build the base optimizer with lr={peak_lr:g}",
-        )
-
-    def another_peak(self, start: float, peak_lr: float) -> None:
-        self._warn(
-            "peak",
-            f"a scheduler starts from a learning rate of {start:g}, not from the {peak_lr:g} that the base "
-            "was built with and that counts as 1; pass the peak of the schedule, Mechanic(base, peak_lr=...)",
-        )
-
-    def _warn(self, topic: str, message: str) -> None:
-        if topic not in self._topics:
-            self._topics.add(topic)
-            warn_user(message)
