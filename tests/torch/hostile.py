@@ -191,14 +191,15 @@ class Broken:
     what: str
     make: Callable[[], Any]
     words: tuple[str, ...]  # a refusal has to contain one of them
+    may_load: bool = False  # if it then continues as the good one
 
 
 def faults_of(situation, checkpoints, *, trained):
     """What is wrong with how broken checkpoints are taken, by what they are; None where nothing is.
 
-    Each has to be refused with a ValueError that names what is broken and leaves everything as it was, or to continue
-    as the good checkpoint does. All that are refused then meet one optimizer, whose next step has to be that of one
-    which never met them.
+    Each has to be refused with a ValueError that names what is broken and leaves everything as it was. Those that may
+    load may continue as the good checkpoint does instead. All that are refused then meet one optimizer, whose next step
+    has to be that of one which never met them.
     """
     where = f", into a {'running' if trained else 'new'} optimizer"
     faults, refused, victim = {}, [], None
@@ -230,6 +231,8 @@ def _fault_of_load(situation, victim, before, broken, *, trained):
         if not any(word in str(error) for word in broken.words):
             return f"refused without naming {' or '.join(broken.words)}: {_said(error)}", True
         return None, True
+    if not broken.may_load:
+        return "loads", False
     try:
         end = situation.go_on(*victim)
     except Exception as error:

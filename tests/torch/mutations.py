@@ -18,12 +18,13 @@ class Mutation:
     what: str
     words: tuple[str, ...]  # a refusal has to contain one of them
     change: Change  # of a copy, in place
+    may_load: bool = False  # if it then continues as the good one
 
 
 def mutations(good: StateDict) -> list[Broken]:
-    """All of one checkpoint that must be refused by name, or do not matter."""
+    """All of one checkpoint that must be refused by name, and a few that do not matter."""
     changes = [*_of_structure(), *_of_groups(good), *_of_deltas(good), *_of_lost_state(good), *_of_pairs(good)]
-    broken = [Broken(m.what, functools.partial(_changed, good, m.change), m.words) for m in changes]
+    broken = [Broken(m.what, functools.partial(_changed, good, m.change), m.words, m.may_load) for m in changes]
     replaced = [("None", None), ("a list", [1]), ("a string", "hostile"), ("a tensor", torch.ones(2)), ("empty", {})]
     return broken + [
         Broken(f"the checkpoint is {what}", lambda v=value: v, ("state_dict",)) for what, value in replaced
@@ -121,14 +122,18 @@ def _of_deltas(good: StateDict) -> Iterator[Mutation]:
         "removed": lambda _: None,
         "with a row more": lambda tensor: torch.cat([tensor, tensor[-1:]]),
         "transposed": lambda tensor: tensor.T.contiguous(),
-        "in another order in memory": lambda tensor: tensor.T.contiguous().T,  # which does not matter
-        "that requires gradients": lambda tensor: tensor.requires_grad_(),  # nor does this
         "a number": lambda _: 0.5,
         "in codes": lambda tensor: tensor.to(torch.int8),
+    }
+    harmless = {
+        "in another order in memory": lambda tensor: tensor.T.contiguous().T,
+        "that requires gradients": lambda tensor: tensor.requires_grad_(),
     }
     for key in ("mechanic_delta", "mechanic_residual"):
         if key in entry:
             yield from _in("state", first, key, kinds)
+            for mutation in _in("state", first, key, harmless):
+                yield dataclasses.replace(mutation, may_load=True)
 
 
 def _of_lost_state(good: StateDict) -> Iterator[Mutation]:
