@@ -80,7 +80,7 @@ def test_as_every_base(behaviour, base, wrap):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_of_adafactor_goes_on(how):
-    every.test_a_copy_goes_on_with_the_same_bits(ADAFACTOR, by_default, how)
+    every.test_a_copy_goes_on_with_the_same_bits(ADAFACTOR, how)
 
 
 @by_name(LOW_BIT)

@@ -311,9 +311,7 @@ def test_the_classes_take_all_that_mechanic_takes():
 def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, monkeypatch):
     properties = type("Properties", (), {"has_fp64": has_fp64})
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
-    tuners._has_float64.cache_clear()
     assert tuners.tuner_dtype(torch.device("xpu")) == dtype
-    tuners._has_float64.cache_clear()
 
 
 def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():

@@ -8,22 +8,22 @@ import torch
 
 from mechanic.cli.watched import Watched
 from mechanic.torch.layout import PEAK_LR, ROW, Group
-from mechanic.torch.tuners import scale_of, tuner_names
+from mechanic.torch.tuners import scale_of
 
 
-def describe(watched: Watched, *, per_group: bool) -> str:
+def describe(watched: Watched) -> str:
     """Some lines on one optimizer."""
     name, steps = watched.cls.__name__, f"{watched.steps} step" + ("" if watched.steps == 1 else "s")
     rates = [_peak_rate(group, _peak_of(watched, index)) for index, group in enumerate(watched.groups)]
     lines = [f"{name} at {watched.place}, {steps}"]
     if not any(rates):
         return "\n".join([*lines, "  no learning rate was learned; it takes some steps with gradients"])
-    names = tuner_names(watched.groups, per_group=per_group)
     if len(set(rates)) == 1 and len({group[ROW] for group in watched.groups}) == 1:
         lines.append(f"  learned rate: {rates[0]:.3g} ({_passed(watched, 0)})")
     else:
         for index, rate in enumerate(rates):
-            tuner = "" if names[index] in ("default", f"group {index}") else f" ({names[index]})"
+            own_name = watched.groups[index].get("tuner")
+            tuner = "" if own_name is None else f" ({own_name})"
             lines.append(f"  learned rate of group {index}{tuner}: {rate:.3g} ({_passed(watched, index)})")
     return "\n".join(lines + _replacement(watched, rates))
 

@@ -64,7 +64,7 @@ class Session:
             from mechanic.cli.answer import describe
 
             for index, watched in enumerate(trained[:_DESCRIBED]):
-                self._say(describe(watched, per_group=self.settings.per_group), blank=index == 0)
+                self._say(describe(watched), blank=index == 0)
             if len(trained) > _DESCRIBED:
                 self._say(f"and {len(trained) - _DESCRIBED} more optimizers")
             if self._log is not None:

@@ -124,7 +124,7 @@ class BackwardSteps:
             self._step = None
             self._step_waiting(step)
             if self._wrapped.is_frozen:
-                self._wrapped.remember_rates(step.view.groups)
+                tuners.remember_rates(self._wrapped.groups, step.view.groups)
             else:
                 self._finish(step)
             self._wrapped.run_hooks(after=True)
@@ -135,14 +135,17 @@ class BackwardSteps:
         """Forget the gradients that have come, of a backward pass that was broken off. Their updates stay."""
         self._step = None
 
-    def warn_of_missing_step(self) -> None:
-        """Warn if a whole backward pass is about to be given up."""
+    def give_up(self) -> None:
+        """Forget the gradients that have come. Warn if they are all, and leave a pass that still runs alone."""
+        if is_inside_backward():
+            return
         if self._step is not None and len(self._step.taken) == len(self._step.trained):
             self._wrapped.warn_once(
                 "missing step",
                 "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): "
                 "Mechanic learns nothing from such a pass. With step_in_backward(), too, call step() after backward()",
             )
+        self.discard()
 
     def _begin(self) -> _Step:
         wrapped = self._wrapped
@@ -187,7 +190,7 @@ class BackwardSteps:
             sums += step.sums.to(sums)
         sums = wrapped.sum_over_ranks(sums)
         tuned, scaling = tune(wrapped, betas, tuner, sums, None, step.view.groups, again=True)
-        wrapped.remember(betas, tuned, grad_sq_in(sums).isfinite(), step.view.groups)
+        wrapped.remember(betas, tuned, step.view.groups)
         move(wrapped, step.view, buckets, scaling)
 
     def _refuse_unsuitable(self) -> None:

@@ -16,7 +16,6 @@ from mechanic.torch import base as bases
 from mechanic.torch.buckets import decoded, kept_of
 from mechanic.torch.delta import is_half_precision
 from mechanic.torch.layout import DELTA, GROUP_KEYS, RESIDUAL, ROW, SAME, STATE_KEYS, TUNER, Group, StateDict, params_of
-from mechanic.torch.tuners import scale_of, warn_user
 from mechanic.torch.wrapped import Wrapped
 
 
@@ -63,7 +62,9 @@ def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
             raise
         raise ValueError(f"the checkpoint could not be loaded: {type(error).__name__}: {error}") from error
     if not is_ours:
-        warn_user("the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner")
+        wrapped.warn_once(
+            "plain", "the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner"
+        )
 
 
 def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
@@ -90,11 +91,10 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
     _put_beside(wrapped, saved)
     for name, sharing in wrapped.by_tuner().items():
         moved = [DELTA in saved[p] for p in params_of(sharing)]
-        if moved and not any(moved) and not wrapped.is_frozen and scale_of(sharing[0]) > 0:
+        if moved and not any(moved) and not wrapped.is_frozen and wrapped.scales()[name] > 0:
             raise ValueError(f"tuner {name!r} has learned, but 'state' lacks its {DELTA!r}; load the whole checkpoint")
     wrapped.note_resume(former)
-    has_stepped = any(group[TUNER][1:].any() for group in wrapped.groups)
-    wrapped.peak_is_settled = has_stepped or wrapped.peak_lr is not None
+    wrapped.peak_is_settled = any(group[TUNER][1:].any() for group in wrapped.groups)
     return is_ours
 
 

@@ -53,7 +53,6 @@ FROZEN = "mechanic_frozen"
 SKIPPED = "mechanic_skipped"
 OWN_ITERATES = "mechanic_own_iterates"
 GROUP_KEYS = ("mechanic_format", "mechanic_base", ROW, TUNER, PEAK_LR)
-OPTIONAL_GROUP_KEYS = (LAST_LR, FROZEN, SKIPPED, OWN_ITERATES, "d")
 SAME = ("mechanic_format", "mechanic_base", "tuner", OWN_ITERATES)  # in a checkpoint and where it is loaded
 
 StateDict = dict[str, Any]
@@ -66,4 +65,4 @@ def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
 
 def rows_of(groups: list[Group]) -> dict[int, int]:
     """The index of each row among the tuners of groups. ZeRO steps one group at a time, so rows can be missing."""
-    return {row: index for index, row in enumerate(sorted({group[ROW] for group in groups}))}
+    return {row: index for index, row in enumerate(dict.fromkeys(group[ROW] for group in groups))}

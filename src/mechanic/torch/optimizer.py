@@ -15,12 +15,8 @@ from mechanic.config import TunerConfig
 from mechanic.torch import checkpoint, step
 from mechanic.torch.backward import BackwardSteps
 from mechanic.torch.base import is_linear_in_lr, keeps_own_iterates, refuse_unsuitable
-from mechanic.torch.private import (
-    is_inside_backward,
-    outside_of_compiled_code,
-    run_load_state_dict_hooks,
-    run_state_dict_hooks,
-)
+from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
+from mechanic.torch.tuners import hand_over, last_rate, read_on_host
 from mechanic.torch.wrapped import BaseT, Wrapped
 
 if TYPE_CHECKING:
@@ -82,9 +78,6 @@ class Mechanic(Optimizer, Generic[BaseT]):
     Reference: Cutkosky, Defazio, Mehta, "Mechanic: A Learning Rate Tuner", 2023.
     """
 
-    _wrapped: Wrapped[BaseT]
-    _backward: BackwardSteps
-
     def __init__(
         self,
         base: BaseT,
@@ -105,11 +98,10 @@ class Mechanic(Optimizer, Generic[BaseT]):
         config = TunerConfig.of(config)
         if own_iterates := own_iterates or keeps_own_iterates(base):
             config = dataclasses.replace(config, forgetting=0.0)  # the base keeps points that could not follow
-        options = config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group, delta
-        wrapped = Wrapped(base, *options, peak_is_settled=peak_lr is not None)
-        checkpoint.begin(wrapped)
-        # Optimizer.__init__ would make groups of its own; __setstate__ makes only what hooks need.
-        self.__setstate__({"_wrapped": wrapped, "_backward": BackwardSteps(wrapped)})
+        self._wrapped = Wrapped(base, config, peak_lr, per_group, skip_nonfinite, own_iterates, process_group, delta)
+        checkpoint.begin(self._wrapped)
+        self._backward = BackwardSteps(self._wrapped)
+        self.__setstate__({})  # makes what hooks need; Optimizer.__init__ would make groups of its own
 
     @property
     def base(self) -> BaseT:
@@ -212,9 +204,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients. After a backward pass that was broken off, this also forgets what had come of it."""
-        if not is_inside_backward():
-            self._backward.warn_of_missing_step()
-            self._backward.discard()
+        self._backward.give_up()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -240,7 +230,8 @@ class Mechanic(Optimizer, Generic[BaseT]):
         If several groups share a tuner, this is that of the group with the largest ``lr``. ``group["d"] * group["lr"]``
         is the effective learning rate of one group, at the learning rate that a scheduler has set since.
         """
-        return self._wrapped.learning_rates()
+        sharing, scales = self._wrapped.by_tuner(), self.scales()
+        return {name: scale * max(map(last_rate, sharing[name])) for name, scale in scales.items()}
 
     @property
     def nonfinite_steps(self) -> int:
@@ -249,7 +240,8 @@ class Mechanic(Optimizer, Generic[BaseT]):
         A step also counts if the gradients or Delta are so large that the sum of their squares overflows. Steps are
         counted on the device, and reading this waits for it.
         """
-        return self._wrapped.nonfinite_steps()
+        self._wrapped.require_assigned_groups()
+        return int(read_on_host(self.param_groups).nonfinite_steps.max()) + self.skipped_steps
 
     @property
     def skipped_steps(self) -> int:
@@ -286,9 +278,13 @@ class Mechanic(Optimizer, Generic[BaseT]):
                 f"the update of {type(self.base).__name__} is not known to be proportional to lr, so the learned scale "
                 "cannot be handed over as a learning rate; call freeze() and go on with Mechanic"
             )
-        base = self._wrapped.release()
+        if not self.is_frozen:
+            self._wrapped.freeze()
+        hand_over(self.param_groups)
+        self._wrapped.drop("mechanic_")
+        self.base.load_state_dict(self.base.state_dict())  # casts the moments to the parameters' dtype
         self._backward.hook(False)
-        return base
+        return self.base
 
     # Checkpoints and copies.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mechanic.torch import tuners
 from mechanic.torch.base import View, has_method, starts_of, steps_one_by_one
 from mechanic.torch.buckets import Bucket, Scaling, buckets_of, parts_of
-from mechanic.torch.layout import Group
+from mechanic.torch.layout import Group, rows_of
 from mechanic.torch.lists import is_on_host
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
@@ -34,7 +34,7 @@ def _step(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
         wrapped.count_skipped_step()
         return
     tuned, scaling = tune(wrapped, betas, tuner, sums, finite)
-    step_base(wrapped, buckets, scaling, begin=lambda: wrapped.remember(betas, tuned, finite))
+    step_base(wrapped, buckets, scaling, begin=lambda: wrapped.remember(betas, tuned))
 
 
 def _step_frozen(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
@@ -43,7 +43,8 @@ def _step_frozen(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
     if wrapped.skip_nonfinite and not wrapped.sum_over_ranks(_grad_sq_of(buckets, tuner)).isfinite().all():
         wrapped.count_skipped_step()
         return
-    step_base(wrapped, [b for b in buckets if b.has_grad], standing(tuner), begin=wrapped.remember_rates)
+    with_grad = [bucket for bucket in buckets if bucket.has_grad]
+    step_base(wrapped, with_grad, standing(tuner), begin=lambda: tuners.remember_rates(wrapped.groups))
 
 
 def step_base(wrapped: Wrapped[Any], buckets: list[Bucket], scaling: Scaling, *, begin: Callable[[], None]) -> None:
@@ -111,7 +112,7 @@ def observe(wrapped: Wrapped[Any]) -> None:
     buckets = trained(wrapped)
     tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
     sums = wrapped.reduction().mean_over_copies(sums_of(buckets, tuner))
-    wrapped.observed = dict(zip(wrapped.rows, sums.unbind(), strict=True))
+    wrapped.observed = dict(zip(rows_of(wrapped.groups), sums.unbind(), strict=True))
 
 
 # Measure and tune.
@@ -165,7 +166,7 @@ def _measure(wrapped: Wrapped[Any], buckets: list[Bucket], tuner: TunerState) ->
         return sums, grad_sq_in(sums)
     grad_sq = _grad_sq_of(buckets, tuner)
     none = grad_sq.new_zeros(len(SUMS))  # a tuner that was added since has no feedback
-    observed = torch.stack([wrapped.observed.get(row, none).to(none) for row in wrapped.rows])
+    observed = torch.stack([wrapped.observed.get(row, none).to(none) for row in rows_of(wrapped.groups)])
     wrapped.observed = None
     both = torch.cat([observed, grad_sq], -1)
     *columns, grad_sq = wrapped.sum_over_ranks(both).unbind(-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -14,19 +16,7 @@ from torch.optim import Optimizer
 
 from mechanic.config import TunerConfig
 from mechanic.torch import tuners
-from mechanic.torch.layout import (
-    DELTA,
-    DELTA_SCALES,
-    FROZEN,
-    OWN_ITERATES,
-    PEAK_LR,
-    RESIDUAL,
-    ROW,
-    SKIPPED,
-    Group,
-    params_of,
-    rows_of,
-)
+from mechanic.torch.layout import DELTA, FORMAT, FROZEN, OWN_ITERATES, PEAK_LR, ROW, SKIPPED, TUNER, Group, params_of
 from mechanic.torch.lists import is_on_host
 from mechanic.torch.private import run_hooks
 from mechanic.torch.shards import Reduction, SharedGroup, refuse_parts_of_matrices
@@ -55,7 +45,7 @@ class Wrapped(Generic[BaseT]):
     # Everything below is made anew in a copy and when unpickled.
     elements: int = field(default=0, init=False)  # of the parameters that the optimizer was built with
     told: set[str] = field(default_factory=set, init=False)  # the topics of the warnings so far
-    idle_steps: int = field(default=0, init=False)  # at the start, without any gradient
+    idle_steps: float = field(default=0, init=False)  # at the start, without any gradient; minus infinity after it
     known: dict[weakref.ref[Tensor], int] = field(default_factory=dict, init=False)  # of parameters that have stepped
     checked: list[int] = field(default_factory=list, init=False)  # identities of the parameters that stepped last
     _reduction: Reduction | None = field(default=None, init=False)
@@ -76,68 +66,109 @@ class Wrapped(Generic[BaseT]):
         return params_of(self.groups)
 
     @property
-    def rows(self) -> Iterable[int]:
-        """The rows of the tuners, in the order in which they are read."""
-        return rows_of(self.groups)
-
-    @property
     def is_frozen(self) -> bool:
         return FROZEN in self.groups[0]
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.groups[0].get(SKIPPED, 0))
 
     # Param groups and tuners.
 
     def require_assigned_groups(self) -> None:
         """Raise if this Mechanic has been released. Assign tuners to groups that were added to the base directly."""
-        if not any(tuners.is_assigned(group) for group in self.groups):
+        assigned = [TUNER in group for group in self.groups]
+        if not any(assigned):
             raise RuntimeError("this Mechanic has been released; use the optimizer that release() returned")
-        if not all(tuners.is_assigned(group) for group in self.groups):
+        if not all(assigned):
             self.assign_tuners()
 
+    def by_tuner(self) -> dict[str, list[Group]]:
+        """The groups that share a tuner, by the name that users see. All else tells tuners apart by their row."""
+        sharing: dict[str, list[Group]] = {}
+        for index, group in enumerate(self.groups):
+            unnamed = f"group {index}" if self.per_group else "default"
+            name = unnamed if group.get("tuner") is None else str(group["tuner"])
+            sharing.setdefault(name, []).append(group)
+        return sharing
+
     def assign_tuners(self) -> None:
-        former_rows = [*self.known.values(), *(self.observed or ())]
-        options: dict[str, Any] = {"per_group": self.per_group, "former_rows": former_rows}
-        tuners.assign_tuners(self.groups, self.config, self.peak_lr, names_by_group(self.base), **options)
-        if self.own_iterates:
-            for group in self.groups:
+        """Give new groups their tuner: that of the groups they share one with, or a new one.
+
+        Everything is checked before the first group is changed.
+        """
+        if len(params := list(self.params)) != len({id(p) for p in params}):
+            raise ValueError("a parameter is in the optimizer more than once, and would be scaled more than once")
+        names, skipped = names_by_group(self.base), self.skipped_steps
+        rows = [group[ROW] for group in self.groups if TUNER in group]
+        # Not the row of a tuner that is gone, of which something may still be remembered.
+        next_row = 1 + max([*rows, *self.known.values(), *(self.observed or ()), *self.resumed], default=-1)
+        betas, state = self.config.betas, [[0.0] * len(self.config.betas)] * len(TunerState._fields)
+        unused = torch.tensor([betas, *state], dtype=torch.float64, device="cpu")  # read_tuners moves it
+        added: list[tuple[Group, Group]] = []
+        for name, sharing in self.by_tuner().items():
+            if self.per_group and len({group.get("tuner") is None for group in sharing}) > 1:
+                raise ValueError(f"a group names the tuner {name!r}, which is what per_group=True calls that of {name}")
+            known = [group for group in sharing if TUNER in group]
+            if known:
+                entries = {key: known[0][key] for key in (ROW, PEAK_LR, FROZEN, TUNER) if key in known[0]}
+            elif self.is_frozen:
+                raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
+            else:
+                entries = {ROW: next_row, PEAK_LR: self.peak_lr or tuners.peak_lr_of(sharing), TUNER: unused}
+                next_row += 1
+            added += [(group, entries) for group in sharing if TUNER not in group]
+        for group, entries in added:
+            group.update(entries, **{TUNER: entries[TUNER].clone()})
+        for group, name in zip(self.groups, names, strict=True):
+            group.update({"mechanic_format": FORMAT, "mechanic_base": name, SKIPPED: skipped})
+            if self.own_iterates:
                 group[OWN_ITERATES] = 1
+        tuners.remember_rates([group for group, _ in added])  # torch loads into the keys that a new optimizer has
         self.show_scales()
 
-    def by_tuner(self) -> dict[str, list[Group]]:
-        """The groups that share a tuner, by its name."""
-        self.require_assigned_groups()
-        return tuners.by_tuner(self.groups, per_group=self.per_group)
-
-    def remember(self, betas: Tensor, tuned: TunerState, finite: Tensor, held: list[Group] | None = None) -> None:
+    def remember(self, betas: Tensor, tuned: TunerState, held: list[Group] | None = None) -> None:
         """Write down what a step has learned, and warn of what can be seen without waiting for a device."""
         tuners.write_tuners(self.groups, betas, tuned)
-        self.remember_rates(held)
-        self.show_scales()
-        if is_on_host(finite):
-            self.warn_of_scale(tuned)
-            if not finite.all():
-                self.warn_if_nothing_is_learned()
-
-    def remember_rates(self, held: list[Group] | None = None) -> None:
         tuners.remember_rates(self.groups, held)
-
-    @property
-    def shows_scales(self) -> bool:
-        return "d" not in options_of(self.base)  # Adafactor has an option of this name
+        self.show_scales()
+        if is_on_host(betas):
+            self.warn_of(tuned)
 
     def show_scales(self) -> None:
-        if self.shows_scales:
-            tuners.show_scales(self.groups)
+        """Keep ``d`` = S / peak_lr in every group: many trainers log ``d * lr``, which is then the effective rate."""
+        if "d" not in options_of(self.base):  # Adafactor has an option of this name
+            for group in self.groups:
+                group["d"] = tuners.scale_of(group) / group[PEAK_LR]
 
     def scales(self) -> dict[str, float]:
-        scales = {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
-        if not all(scales.values()):
-            self.warn_if_nothing_is_learned()
-        self.warn_of_scale(tuners.read_on_host(self.groups))
-        return scales
+        self.require_assigned_groups()
+        self.warn_of(tuners.read_on_host(self.groups))
+        return {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
 
-    def learning_rates(self) -> dict[str, float]:
+    def freeze(self) -> None:
+        if self.own_iterates:
+            raise TypeError(
+                f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
+                "without Delta; keep tuning"
+            )
         scales = self.scales()
-        return {name: scales[name] * max(map(tuners.last_rate, groups)) for name, groups in self.by_tuner().items()}
+        if not all(scale > 0 for scale in scales.values()):
+            raise ValueError(
+                f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer "
+                "no group or layer of which nothing is trained"
+            )
+        for group in self.groups:
+            group[FROZEN] = float(tuners.scale_of(group))
+        self.observed = None
+        self.drop(DELTA)  # and DELTA_SCALES
+
+    def drop(self, prefix: str) -> None:
+        """Remove entries whose names begin so from the state of parameters; what was handed out of it keeps them."""
+        state = self.base.state
+        for p in self.params:
+            if p in state:
+                state[p] = {key: value for key, value in state[p].items() if not key.startswith(prefix)}
 
     # The learning rate that counts as 1.
 
@@ -145,12 +176,12 @@ class Wrapped(Generic[BaseT]):
         """Before the first step, look for a ``OneCycleLR``, which brings a peak of its own."""
         if self.resumed:
             self._compare_with_resumed_rates()
-        if self.peak_is_settled:
+        if self.peak_is_settled or self.peak_lr is not None:
             return
         for sharing in self.by_tuner().values():
-            peak_lr, start = sharing[0][PEAK_LR], max(float(group.get("initial_lr", 0.0)) for group in sharing)
-            if tuners.one_cycle_peak(sharing):
-                tuners.rebase(sharing, tuners.peak_lr_of(sharing))
+            peak_lr, start = sharing[0][PEAK_LR], tuners.largest(sharing, "initial_lr", 0.0)
+            if peak_of_cycle := tuners.largest(sharing, "max_lr", 0.0):
+                tuners.rebase(sharing, peak_of_cycle)
             elif start and start != peak_lr:  # CyclicLR ignores that of the base
                 self.warn_once(
                     "peak",
@@ -166,74 +197,30 @@ class Wrapped(Generic[BaseT]):
         The checkpoint brings the peak and the rates. A scheduler that is not restored from it goes on with rates of
         this script, as if they had the checkpoint's peak.
         """
-        before = {id(group): float(held.get(PEAK_LR, 0.0)) for group, held in zip(self.groups, former, strict=True)}
-        leaders = [sharing[0] for sharing in self.by_tuner().values()]
+        peaks = {group[ROW]: before[PEAK_LR] for group, before in zip(self.groups, former, strict=True)}
         self.resumed = {
-            group[ROW]: (before[id(group)], tuners.largest_lr(sharing))
-            for group, sharing in zip(leaders, self.by_tuner().values(), strict=True)
-            if not math.isclose(before[id(group)], group[PEAK_LR], rel_tol=1e-6)
+            sharing[0][ROW]: (peaks[sharing[0][ROW]], tuners.largest(sharing, "lr", 1.0))
+            for sharing in self.by_tuner().values()
+            if not math.isclose(peaks[sharing[0][ROW]], sharing[0][PEAK_LR], rel_tol=1e-6)
         }
 
     def _compare_with_resumed_rates(self) -> None:
         """After a resume with another lr: find out from the first change of the rate whose units it has."""
         for sharing in self.by_tuner().values():
-            row, peak, lr = sharing[0][ROW], float(sharing[0][PEAK_LR]), tuners.largest_lr(sharing)
-            peak_here, lr_saved = self.resumed.get(row, (0.0, 0.0))  # the latter is 0 once the former course goes on
-            if not peak_here or lr <= 0 or lr == lr_saved:
+            row, peak, lr = sharing[0][ROW], sharing[0][PEAK_LR], tuners.largest(sharing, "lr", 1.0)
+            peak_here, lr_saved = self.resumed.get(row, (peak, lr))
+            if lr <= 0 or lr == lr_saved:
                 continue
+            del self.resumed[row]
             if lr_saved and abs(math.log(lr / lr_saved * peak / peak_here)) < abs(math.log(lr / lr_saved)):
-                tuners.rebase(sharing, tuners.one_cycle_peak(sharing) or peak_here)  # nearer in units of this script
-                del self.resumed[row]
+                # It is nearer in the units of this script.
+                tuners.rebase(sharing, tuners.largest(sharing, "max_lr", peak_here))
             elif lr > peak * (1 + 1e-6):
                 self.warn_once(
                     "resumed",
                     f"the learning rate has risen to {lr:g}, and the peak in the loaded checkpoint is {peak:g}. If the "
                     f"scheduler was not restored from the checkpoint, build the base optimizer with lr={peak:g}",
                 )
-            else:
-                self.resumed[row] = peak_here, 0.0
-
-    # Keep what was learned: stop tuning, or hand over to the base alone.
-
-    def freeze(self) -> None:
-        """Keep S as it is and drop Delta."""
-        if self.own_iterates:
-            raise TypeError(
-                f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
-                "without Delta; keep tuning"
-            )
-        scales = self.scales()
-        if not all(scale > 0 for scale in scales.values()):
-            raise ValueError(
-                f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer "
-                "no group or layer of which nothing is trained"
-            )
-        for name, sharing in self.by_tuner().items():
-            for group in sharing:
-                group[FROZEN] = scales[name]
-        self.observed = None
-        self._drop(DELTA, DELTA_SCALES)
-
-    def release(self) -> BaseT:
-        """Multiply the base's learning rates by S, and remove everything of Mechanic's from it."""
-        if not self.is_frozen:
-            self.freeze()
-        for group in self.groups:
-            factor = group[FROZEN] / group[PEAK_LR]
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-                if group.get(key) is not None:
-                    group[key] = group[key] * factor
-        tuners.remove_tuners(self.groups)
-        self._drop(RESIDUAL)
-        self.base.load_state_dict(self.base.state_dict())  # casts the moments to the parameters' dtype
-        return self.base
-
-    def _drop(self, *names: str) -> None:
-        """Remove entries from the state of the parameters; what was handed out of it keeps them."""
-        state = self.base.state
-        for p in self.params:
-            if p in state:
-                state[p] = {key: value for key, value in state[p].items() if key not in names}
 
     # Parameters.
 
@@ -246,8 +233,7 @@ class Wrapped(Generic[BaseT]):
         return self._reduction
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        names = {group[ROW]: name for name, sharing in self.by_tuner().items() for group in sharing}
-        return self.reduction().sum(sums, [names[row] for row in self.rows])
+        return self.reduction().sum(sums, list(self.by_tuner()))
 
     def check_parameters(self) -> None:
         """Raise if a parameter that was moved is in no group now: one S scales all that a tuner has moved."""
@@ -274,40 +260,35 @@ class Wrapped(Generic[BaseT]):
 
     # Counts and warnings.
 
-    @property
-    def skipped_steps(self) -> int:
-        return int(self.groups[0].get(SKIPPED, 0))
-
-    def nonfinite_steps(self) -> int:
-        self.require_assigned_groups()
-        return tuners.step_counts(self.groups)[1] + self.skipped_steps
-
     def count_skipped_step(self) -> None:
         skipped = self.skipped_steps + 1
         for group in self.groups:
             group[SKIPPED] = skipped
-        self.warn_if_nothing_is_learned()
+        self.warn_of(tuners.read_on_host(self.groups))
 
     def warn_once(self, topic: str, message: str) -> None:
-        if topic not in self.told:
-            self.told.add(topic)
-            tuners.warn_user(message)
+        """Warn, with the line of the first caller outside of Mechanic and PyTorch."""
+        if topic in self.told:
+            return
+        self.told.add(topic)
+        frame, level = inspect.currentframe(), 1
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mechanic", "torch"):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, stacklevel=level)
 
     def warn_if_nothing_is_trained(self, moves: bool) -> None:
         """An optimizer that was built before fully_shard holds parameters that never get a gradient."""
-        if self.idle_steps >= 0:
-            self.idle_steps = -1 if moves else self.idle_steps + 1
-            if self.idle_steps == 10:
-                self.warn_once(
-                    "no gradients",
-                    "no parameter of this optimizer has had a gradient in its first 10 steps. Build the optimizer "
-                    "after fully_shard, and after everything else that replaces the parameters of the model",
-                )
+        self.idle_steps = -math.inf if moves else self.idle_steps + 1
+        if self.idle_steps == 10:
+            self.warn_once(
+                "no gradients",
+                "no parameter of this optimizer has had a gradient in its first 10 steps. Build the optimizer "
+                "after fully_shard, and after everything else that replaces the parameters of the model",
+            )
 
-    def warn_if_nothing_is_learned(self) -> None:
-        """Warn if most gradients were NaN or infinite."""
-        steps, nonfinite = tuners.step_counts(self.groups)
-        nonfinite += self.skipped_steps
+    def warn_of(self, tuner: TunerState) -> None:
+        """Warn of gradients that are NaN or far larger than all others, and of bounds. The tuner is on the host."""
+        steps, nonfinite = int(tuner.steps.max()), int(tuner.nonfinite_steps.max()) + self.skipped_steps
         if nonfinite >= 10 and nonfinite > steps:
             self.warn_once(
                 "nonfinite",
@@ -315,9 +296,6 @@ class Wrapped(Generic[BaseT]):
                 "from such steps. With a GradScaler, call scaler.step(optimizer), which unscales the gradients, not "
                 "optimizer.step(); otherwise look for NaN in the loss",
             )
-
-    def warn_of_scale(self, tuner: TunerState) -> None:
-        """Warn of one gradient far larger than all others, and of an S at a bound. The tuner is on the host."""
         if bool(is_dominated(tuner, self.config).any()):
             self.warn_once(
                 "dominated",
