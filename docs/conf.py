@@ -31,7 +31,9 @@ nitpicky = True
 linkcheck_ignore = [r"https?://"]  # the pages' own links; others need the network
 # Of torch, JAX, Optax and the standard library; nothing is fetched to resolve them.
 foreign = "torch|jax|optax|PyTree|collections|typing|numpy|npt|Optimizer|Tensor|ParamsT|ProcessGroup|Array|Any|Floats"
-private = r"mechanic\.torch\.wrapped\.BaseT|mechanic\.torch\.factory\.Mechanic(Of|Options)"  # in signatures only
+private = (
+    r"mechanic\.torch\.(wrapped|factory)\.BaseT|mechanic\.torch\.factory\.Mechanic(Of|Options)"  # in signatures only
+)
 nitpick_ignore_regex = [(r"py:.*", rf"({foreign}).*"), (r"py:.*", private)]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -37,7 +37,6 @@ def test_foreach_functions_work_in_place_on_every_tensor_of_a_list():
 
     for function, factors, expected in (
         (private.foreach_add_, (), [[11.0, 22.0], 33.0]),
-        (private.foreach_sub_, (), [[-9.0, -18.0], -27.0]),
         (private.foreach_copy_, (), [[10.0, 20.0], 30.0]),
         (private.foreach_addcmul_, ([torch.tensor(2.0)] * 2,), [[21.0, 42.0], 63.0]),
     ):

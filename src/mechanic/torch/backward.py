@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from mechanic.torch import tuners
 from mechanic.torch.base import View, steps_one_by_one
 from mechanic.torch.private import is_inside_backward, outside_of_compiled_code
-from mechanic.torch.step import device_of, grad_sq_in, move, standing, sums_of, trained, tune
+from mechanic.torch.step import are_finite, move, standing, sums_of, trained, tune
 from mechanic.torch.wrapped import Wrapped
 
 WAITING = 1 << 18
@@ -42,8 +41,7 @@ class _Step:
     """A step that is being made."""
 
     view: View  # of the base as it was when the first gradient came
-    trained: dict[Tensor, None]  # in order
-    taken: set[Tensor] = field(default_factory=set)  # whose gradients have been taken away
+    taken: dict[Tensor, bool]  # whether the gradient of a parameter that is trained has been taken away
     waiting: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients that have not been stepped with yet
     elements: int = 0  # of these
     sums: Tensor | None = None  # of all others that were taken, [tuners, 5]
@@ -56,21 +54,16 @@ class BackwardSteps:
         self._wrapped = wrapped
         self._hooked = hooked
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._step: _Step | None = None
+        self._step: _Step | None = None  # from its first gradient on
         self._lock = threading.RLock()  # if parameters are on several devices, hooks run in several threads
         self._set_hooks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._wrapped, self._hooked)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a gradient has come since the last step."""
-        return self._step is not None
-
     def refuse_unfinished(self, action: str) -> None:
         """Raise between a backward pass and the step() that ends its step, on this rank perhaps alone."""
-        if self.has_begun:
+        if self._step:
             raise RuntimeError(
                 f"{action} between backward() and step(): with step_in_backward() half of a step has been made then. "
                 "Call step() first, or zero_grad() if the backward pass was broken off"
@@ -86,7 +79,7 @@ class BackwardSteps:
 
     def refuse_observation(self) -> None:
         """Raise if the gradients of a held-out batch would be stepped with before they can be observed."""
-        if self._hooked or self.has_begun:
+        if self._hooked or self._step:
             raise RuntimeError(_OBSERVED)
 
     @outside_of_compiled_code
@@ -97,15 +90,15 @@ class BackwardSteps:
             return
         with self._lock:
             step = self._step or self._begin()
-            if p in step.taken:
+            if p not in step.taken:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not one that this optimizer trains")
+            if step.taken[p]:
                 raise RuntimeError(
                     "a second gradient of a parameter has come before step(): inside the backward pass gradients "
                     "cannot be accumulated over several backward passes. Call step() after every one of them, or "
                     "zero_grad() if one was broken off; or accumulate without step_in_backward()"
                 )
-            if p not in step.trained:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not one that this optimizer trains")
-            step.taken.add(p)
+            step.taken[p] = True
             step.waiting[p], p.grad = p.grad, None
             step.elements += p.numel()
             if step.elements >= WAITING:
@@ -113,21 +106,31 @@ class BackwardSteps:
 
     def step(self) -> bool:
         """End a step, whether gradients have come or not: all ranks have to. False if this is not the way to step."""
-        if not (self._hooked or self.has_begun):
-            require_all_gradients(self._wrapped.params)
+        self._require_all_gradients()
+        if not (self._hooked or self._step):
             return False
+        wrapped = self._wrapped
         with self._lock:
             step = self._step or self._begin()
-            require_all_gradients(self._wrapped.params, step.taken)
-            for p in [p for p in step.trained if p not in step.taken]:
-                self.take(p)  # if it has no hook
+            held = step.view.groups
+            for p, is_taken in step.taken.items():
+                if not is_taken:
+                    self.take(p)  # if it has no hook
             self._step = None
             self._step_waiting(step)
-            if self._wrapped.is_frozen:
-                tuners.remember_rates(self._wrapped.groups, step.view.groups)
-            else:
-                self._finish(step)
-            self._wrapped.run_hooks(after=True)
+            if wrapped.is_frozen:
+                tuners.remember_rates(wrapped.groups, held)
+            else:  # from x_1 + S (Delta + u) to x_1 + S' k (Delta + u)
+                missing, *_ = trained(wrapped, {p for p, is_taken in step.taken.items() if not is_taken})
+                buckets, betas, tuner = trained(wrapped, held=held)
+                sums = sums_of(missing, tuner)  # those without a gradient count
+                if step.sums is not None:
+                    sums += step.sums.to(sums)
+                sums = wrapped.sum_over_ranks(sums)
+                tuned, factors_of = tune(wrapped, betas, tuner, sums, held=held)
+                wrapped.remember(betas, tuned, held)
+                move(wrapped, step.view, buckets, factors_of)
+            wrapped.run_hooks(after=True)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones
         return True
 
@@ -139,7 +142,7 @@ class BackwardSteps:
         """Forget the gradients that have come. Warn if they are all, and leave a pass that still runs alone."""
         if is_inside_backward():
             return
-        if self._step is not None and len(self._step.taken) == len(self._step.trained):
+        if self._step is not None and all(self._step.taken.values()):
             self._wrapped.warn_once(
                 "missing step",
                 "the gradients of a whole backward pass have come, and step() was not called before zero_grad(): "
@@ -156,7 +159,7 @@ class BackwardSteps:
         wrapped.settle_peak_lr()
         wrapped.check_parameters()
         wrapped.run_hooks(after=False)
-        self._step = _Step(View(wrapped.base), dict.fromkeys(p for p in wrapped.params if p.requires_grad))
+        self._step = _Step(View(wrapped.base), {p: False for p in wrapped.params if p.requires_grad})
         return self._step
 
     def _step_waiting(self, step: _Step) -> None:
@@ -168,30 +171,16 @@ class BackwardSteps:
         try:
             for p, grad in waiting.items():
                 p.grad = grad
-            buckets = trained(wrapped, waiting, step.view.groups)
-            tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+            buckets, _, tuner = trained(wrapped, waiting, step.view.groups)
             finite = None
             if not wrapped.is_frozen:
                 sums = sums_of(buckets, tuner)
-                finite = grad_sq_in(sums).isfinite()
+                finite = are_finite(sums)
                 step.sums = sums if step.sums is None else step.sums + sums.to(step.sums)
             move(wrapped, step.view, buckets, standing(tuner, finite))
         finally:
             for p in waiting:
                 p.grad = None
-
-    def _finish(self, step: _Step) -> None:
-        """From x_1 + S (Delta + u) to x_1 + S' k (Delta + u)."""
-        wrapped = self._wrapped
-        buckets = trained(wrapped, held=step.view.groups)
-        betas, tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))
-        sums = sums_of(trained(wrapped, step.trained.keys() - step.taken), tuner)  # those without a gradient count
-        if step.sums is not None:
-            sums += step.sums.to(sums)
-        sums = wrapped.sum_over_ranks(sums)
-        tuned, scaling = tune(wrapped, betas, tuner, sums, None, step.view.groups, again=True)
-        wrapped.remember(betas, tuned, step.view.groups)
-        move(wrapped, step.view, buckets, scaling)
 
     def _refuse_unsuitable(self) -> None:
         if self._wrapped.skip_nonfinite:
@@ -220,16 +209,15 @@ class BackwardSteps:
         for p in trained - self._handles.keys():
             self._handles[p] = p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
-
-def require_all_gradients(params: Iterable[Tensor], taken: Collection[Tensor] = ()) -> None:
-    """Raise inside a backward pass if gradients are still to come, beside those that have: the sums would lack them."""
-    if not is_inside_backward():
-        return
-    waiting = [p.requires_grad and p.grad is None and p not in taken for p in params]
-    if any(waiting):
-        raise RuntimeError(
-            f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
-            "no gradient, and Mechanic's feedback is a sum over all: call step_in_backward() once and step() after "
-            "backward(), turn 'fused backward pass' off, or give every parameter that steps by itself a Mechanic of "
-            "its own"
-        )
+    def _require_all_gradients(self) -> None:
+        """Raise inside a backward pass if gradients are still to come: the sums would lack them."""
+        if not is_inside_backward():
+            return
+        taken = {} if self._step is None else self._step.taken
+        waiting = [p.requires_grad and p.grad is None and not taken.get(p) for p in self._wrapped.params]
+        if any(waiting):
+            raise RuntimeError(
+                f"step() was called inside the backward pass, while {sum(waiting)} of {len(waiting)} parameters have "
+                "no gradient, and Mechanic's feedback is a sum over all: call step_in_backward() once and step() after "
+                "backward(), turn 'fused backward pass' off, or give each parameter that steps alone its own Mechanic"
+            )

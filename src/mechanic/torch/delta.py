@@ -59,8 +59,7 @@ class Noise:
     """Random numbers as a function of step, tensor and element. torch's generators are not used.
 
     Every ROW elements get the numbers from 0 to ROW - 1 in an order that depends on the step, so their mean is exact.
-    Where in this order a row begins depends on the tensor and on the row. ``step`` may be a 0-dim tensor on the device,
-    which is then not waited for.
+    Where in this order a row begins depends on the tensor and on the row. A ``step`` on the device is not waited for.
     """
 
     def __init__(self, step: int | Tensor, device: torch.device) -> None:
@@ -75,17 +74,24 @@ class Noise:
         return _rows(self._all_low_bits, stored)
 
     @cached_property
-    def _order(self) -> Tensor:
-        return _shuffled(torch.as_tensor(self._step, dtype=torch.int64, device=self._device))  # [ROW]
-
-    @cached_property
     def _all_fractions(self) -> Tensor:
-        numbers = self._order.bitwise_right_shift(ROW.bit_length() - _FRACTIONS.bit_length())
+        numbers = self._order().bitwise_right_shift(ROW.bit_length() - _FRACTIONS.bit_length())
         return numbers.to(torch.float32).add_(0.5).div_(_FRACTIONS).repeat(2)
 
     @cached_property
     def _all_low_bits(self) -> Tensor:
-        return self._order.mul(_CUT // ROW).add_(_CUT // ROW // 2).repeat(2)
+        return self._order().mul(_CUT // ROW).add_(_CUT // ROW // 2).repeat(2)
+
+    def _order(self) -> Tensor:
+        """The numbers from 0 to ROW - 1 in the order of the step, int32."""
+        step = torch.as_tensor(self._step, dtype=torch.int64, device=self._device)
+        mask, half = ROW - 1, ROW.bit_length() // 2
+        order = torch.arange(ROW, dtype=torch.int32, device=self._device)
+        for turn in range(3):  # each of these maps the numbers one to one
+            factor, offset = (_mixed(step, 2 * turn + which) & mask for which in (0, 1))
+            order = order.mul_(factor | 1).add_(offset).bitwise_and_(mask)
+            order = order.bitwise_xor_(order >> half)
+        return order
 
 
 def _rows(twice: Tensor, stored: Stored) -> Tensor:
@@ -94,17 +100,6 @@ def _rows(twice: Tensor, stored: Stored) -> Tensor:
     if len(starts) == 1:
         return twice[starts[0] : starts[0] + count]
     return torch.cat([twice[start : start + ROW] for start in starts])[:count]
-
-
-def _shuffled(step: Tensor) -> Tensor:
-    """The numbers from 0 to ROW - 1 in an order that depends on the step, int32."""
-    mask, half = ROW - 1, ROW.bit_length() // 2
-    order = torch.arange(ROW, dtype=torch.int32, device=step.device)
-    for turn in range(3):  # each of these maps the numbers one to one
-        factor, offset = (_mixed(step, 2 * turn + which) & mask for which in (0, 1))
-        order = order.mul_(factor | 1).add_(offset).bitwise_and_(mask)
-        order = order.bitwise_xor_(order >> half)
-    return order
 
 
 def _mixed(number: Any, salt: int) -> Any:
@@ -116,23 +111,17 @@ def _mixed(number: Any, salt: int) -> Any:
     return mixed ^ (mixed >> 16)
 
 
-def decode(stored: Stored) -> Tensor:
-    """A new tensor in float32, with the shape and memory order of the codes."""
-    codes = stored.codes
-    values = torch.empty_like(codes, dtype=torch.float32)
+def decode(stored: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values in a dtype that is at least float32, in the order of the codes; Delta itself if it is kept so."""
     if stored.scales is None:
-        return values.copy_(codes)
+        return stored.codes.to(dtype)
+    values = torch.empty_like(stored.codes, dtype=torch.float32)
     flat = _flat(values)
-    flat.copy_(_flat(codes)).mul_(1 / LARGEST_CODE)
+    flat.copy_(_flat(stored.codes)).mul_(1 / LARGEST_CODE)
     flat.mul_(flat.abs())
     for blocks, scales in _blocks(flat, stored.scales):
         blocks.mul_(scales.unsqueeze(1))
-    return values
-
-
-def values_in(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """In a dtype that is at least float32; Delta itself if it is kept in that."""
-    return stored.codes if stored.codes.dtype == dtype else decode(stored).to(dtype)
+    return values.to(dtype)
 
 
 def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
@@ -177,20 +166,14 @@ def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Ten
 def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Full blocks and their scales, [blocks, BLOCK] and [blocks]; then the last one, if it is shorter."""
     full = len(flat) // BLOCK
-    if full * BLOCK == len(flat):
-        return [(flat.view(full, BLOCK), scales)]
-    parts = [(flat[: full * BLOCK].view(full, BLOCK), scales[:full])] if full else []
-    if len(flat) % BLOCK:
-        parts.append((flat[full * BLOCK :].unsqueeze(0), scales[full:]))
-    return parts
+    cut = full * BLOCK
+    parts = (flat[:cut].view(full, BLOCK), scales[:full]), (flat[cut:].unsqueeze(0), scales[full:])
+    return [part for part in parts if part[0].numel()]
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in the order of memory. Codes have no gaps between them: ``zeros_like`` made them."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if tensor.ndim != 1 else tensor
-
-
-# Which dtype is for what.
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,30 +6,16 @@ step never waits for the device. On a CPU the work is done in pieces that stay i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mechanic.torch.delta import (
-    RESIDUAL_DTYPE,
-    Noise,
-    Stored,
-    encode,
-    values_in,
-    working_dtype,
-)
-from mechanic.torch.private import (
-    flatten,
-    foreach_add_,
-    foreach_addcmul_,
-    foreach_copy_,
-    foreach_mul,
-    foreach_mul_,
-    foreach_sub_,
-)
+from mechanic.torch.delta import RESIDUAL_DTYPE, Noise, Stored, decode, encode, working_dtype
+from mechanic.torch.private import flatten, foreach_add_, foreach_addcmul_, foreach_copy_, foreach_mul, foreach_mul_
 
 ON_CPU = 1 << 17
 """Elements that a CPU works on at a time. A multiple of :data:`mechanic.torch.delta.ROW`."""
@@ -43,7 +29,7 @@ LONGEST, LONGEST_ON_CPU = 1 << 24, 1 << 20
 ALIGNED = 64
 """Copies of small tensors begin at multiples of so many elements, as kernels for vectors want it."""
 
-Lists = tuple[list[Tensor], ...]
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class Factors(NamedTuple):
@@ -57,6 +43,30 @@ class Factors(NamedTuple):
     retention: Tensor | None = None  # k, the share of Delta that is kept; None means k = 1
 
 
+FactorsOf = Callable[[int, torch.device, torch.dtype], Factors]
+"""The factors by the row of a tuner, and the device and the dtype of parameters."""
+
+
+def factors_of_step(
+    before: Tensor, after: Tensor, counts: Tensor, retention: Tensor | None = None, finite: Tensor | None = None
+) -> FactorsOf:
+    """From S ``before`` a step to S ``after`` it, each [tuners], as are k and whether gradients are finite.
+
+    ``counts``, [tuners, n], are the number of the step, which Deltas in fewer bits are rounded by.
+    """
+    ratio = before if retention is None else before / retention
+    numbers = [1 - before, ratio, after - ratio]
+    stacked = torch.stack(numbers if retention is None else [*numbers, retention])
+
+    @cache
+    def factors(row: int, device: torch.device, dtype: torch.dtype) -> Factors:
+        flag = None if finite is None else finite.unbind()[row].to(device, INTEGERS[dtype.to_real().itemsize])
+        noise = Noise(counts.unbind()[row].unbind()[0], device)
+        return Factors(flag, noise, *stacked.to(device, working_dtype(dtype).to_real()).unbind(1)[row].unbind())
+
+    return factors
+
+
 class Start(NamedTuple):
     """Where the base stands before its step, where it goes, and what it leaves out."""
 
@@ -66,29 +76,23 @@ class Start(NamedTuple):
     decay: float = 0.0  # lr times weight decay, which a base that stands at zero does not apply
 
 
-def five_sums(
-    params: list[Tensor], grads: list[Tensor], deltas: list[Stored], sign: float, dtype: torch.dtype
-) -> Tensor:
+def five_sums(params: list[Tensor], grads: list[Tensor], deltas: list[Stored], dtype: torch.dtype) -> Tensor:
     """The sums of :data:`mechanic.tuner.SUMS` over parameters on one device, [5], added up in a dtype.
 
-    ``grads`` and ``deltas`` are empty if no parameter has one; they then count as zero. ``sign`` is -1 if the base
-    ascends.
+    Lists may be empty, but not all; what is not there counts as zero.
     """
-    wide = working_dtype(params[0].dtype)
+    lead = params or grads
+    wide = working_dtype(lead[0].dtype)
     products: list[Tensor] = []
-    codes, coded = [delta.codes for delta in deltas], _are_coded(deltas, params)
-    for index, first, (x, g, d) in _pieces(params, grads, codes, alone=coded):
-        if coded:
-            d = [values_in(deltas[index].part(d[0], first), wide)]
+    for stored, (x, g) in _pieces(deltas, params, grads):
+        d = [decode(delta, wide) for delta in stored]
         for xs, gs, ds in zip_longest(*(_joined(tensors, wide) for tensors in (x, g, d))):
             pairs = (ds, gs), (ds, xs), (gs, gs), (xs, xs), (ds, ds)
-            products += [xs.new_zeros(()) if a is None or b is None else torch.dot(a, b) for a, b in pairs]
+            some = gs if xs is None else xs
+            products += [some.new_zeros(()) if a is None or b is None else torch.dot(a, b) for a, b in pairs]
     if not products:
-        return torch.zeros(5, dtype=dtype, device=params[0].device)
-    sums = torch.stack(products).to(dtype).view(-1, 5).sum(0)
-    if sign != 1:
-        sums.narrow(0, 0, 1).mul_(sign)
-    return sums
+        return torch.zeros(5, dtype=dtype, device=lead[0].device)
+    return torch.stack(products).to(dtype).view(-1, 5).sum(0)
 
 
 def move(
@@ -107,25 +111,20 @@ def move(
     all parameters, so that nothing can come between two parts of one.
     """
     k, coded, halved = factors.retention, _are_coded(deltas, params), bool(residuals)
+    wide = working_dtype(params[0].dtype)
     made = stepped  # of the parameters: what is added to them, or in half precision what they become
     if halved or (coded and not stepped):
-        made = [torch.empty_like(p, dtype=p.dtype if halved else working_dtype(p.dtype)) for p in params]
-    lists = params, residuals, stepped, [delta.codes for delta in deltas], made
-    in_pieces = coded or (params and _on_cpu(params))
-    for index, first, (x, residual, u, d, m) in _pieces(*lists, alone=coded) if in_pieces else [(0, 0, lists)]:
-        stored = deltas[index].part(d[0], first) if coded else None
+        made = [torch.empty_like(p, dtype=p.dtype if halved else wide) for p in params]
+    lists = params, residuals, stepped, made
+    in_pieces = coded or params[0].device.type == "cpu"
+    for stored, (x, residual, u, m) in _pieces(deltas, *lists) if in_pieces else [(deltas, lists)]:
         values = values_of(x, residual) if halved else x
-        if stored is not None:
-            d = [values_in(stored, values[0].dtype)]
-        if u:
-            if u[0].dtype != values[0].dtype:
-                u = [tensor.to(values[0].dtype) for tensor in u]
-            if start.at == "own" and d:
-                add_scaled(u, d, -factors.to_own)
-            if start.at != "zero":
-                foreach_sub_(u, values)
-            elif start.decay:
-                foreach_add_(u, values, alpha=-start.decay)
+        d = [decode(delta, wide) for delta in stored]
+        u = [tensor.to(wide) for tensor in u]
+        if u and start.at == "own":
+            add_scaled(u, d, -factors.to_own)
+        if u and (part := start.decay if start.at == "zero" else 1.0):
+            foreach_add_(u, values, alpha=-part)
         if d and k is not None:
             foreach_mul_(d, k)
         if d and u:
@@ -135,24 +134,23 @@ def move(
                 if each:
                     add_scaled(values, each, factor)
             round_into(m, residual, values)
-        elif d and m:
-            if not u:
-                foreach_copy_(m, d)
-            foreach_mul_(m, factors.of_update if u else factors.of_delta)
-            if u:
-                add_scaled(m, d, factors.of_delta)
-        if stored is None:
-            continue
-        if not u and stored.scales is not None and k is not None:
-            stored.scales.mul_(k)  # which multiplies all elements of a block, without rounding
-        elif u or k is not None:
-            encode(d[0], stored, factors.noise)
+        elif d and u:
+            foreach_mul_(u, factors.of_update)
+            add_scaled(u, d, factors.of_delta)
+        elif coded:
+            torch.mul(d[0], factors.of_delta, out=m[0])
+        if coded and (u or k is not None):
+            if not u and k is not None and (scales := stored[0].scales) is not None:
+                scales.mul_(k)  # which multiplies all elements of a block, without rounding
+            else:
+                encode(d[0], stored[0], factors.noise)
     if halved:
         foreach_copy_(params, made)
     elif made and deltas:
         foreach_add_(params, made)
-    elif made or deltas:
-        add_scaled(params, made or lists[3], factors.of_update if made else factors.of_delta)
+    else:  # one of the two
+        codes = [delta.codes for delta in deltas]
+        add_scaled(params, made or codes, factors.of_update if made else factors.of_delta)
 
 
 def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -> None:
@@ -160,30 +158,20 @@ def add_scaled(values: list[Tensor], directions: list[Tensor], factor: Tensor) -
     foreach_addcmul_(values, [factor] * len(values), directions)
 
 
-# Temporary lists of tensors, packed into one.
-
-
 def packed(tensors: list[Tensor] | None, like: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Copies of tensors, or zeros: a flat tensor, and views of it with the shapes and the memory order of others.
 
     The gaps between the views hold anything.
     """
-    offsets, size = [], 0
-    for tensor in like:
-        offsets.append(size)
-        size += -(-tensor.numel() // ALIGNED) * ALIGNED
-    flat = torch.empty(size, dtype=dtype, device=like[0].device)
-    views = [_view_like(flat, tensor, offset) for tensor, offset in zip(like, offsets, strict=True)]
+    ends = list(accumulate((-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in like), initial=0))
+    flat = torch.empty(ends[-1], dtype=dtype, device=like[0].device)
+    dense = [tensor if flat_views([tensor]) else torch.empty(tensor.shape, device="meta") for tensor in like]
+    views = [flat.as_strided(each.shape, each.stride(), first) for each, first in zip(dense, ends, strict=False)]
     if tensors is None:
         flat.zero_()
     else:
         foreach_copy_(views, tensors)
     return flat, views
-
-
-def _view_like(flat: Tensor, tensor: Tensor, offset: int) -> Tensor:
-    strides = tensor.stride() if flat_views([tensor]) else torch.empty(tensor.shape, device="meta").stride()
-    return flat.as_strided(tensor.shape, strides, offset)
 
 
 def flat_views(tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -201,9 +189,6 @@ def is_on_host(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
-# Gradients that are not finite.
-
-
 def cleared_unless(finite: Tensor, grads: list[Tensor]) -> list[Tensor]:
     """The gradients, or zeros in their place if the flag, 0-dim, is 0."""
     if is_on_host(finite):
@@ -211,15 +196,9 @@ def cleared_unless(finite: Tensor, grads: list[Tensor]) -> list[Tensor]:
     # As integers, since infinity times zero is not zero.
     real = [torch.view_as_real(g) if g.is_complex() else g for g in (g.resolve_conj().resolve_neg() for g in grads)]
     integers = [r.view(INTEGERS[r.itemsize]) for r in real]
-    kept = foreach_mul(integers, finite.to(integers[0].dtype))
+    kept = foreach_mul(integers, finite)
     cleared = [k.view(r.dtype) for k, r in zip(kept, real, strict=True)]
     return [torch.view_as_complex(c) if g.is_complex() else c for c, g in zip(cleared, grads, strict=True)]
-
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-# Half-precision parameters.
 
 
 def values_of(params: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
@@ -238,7 +217,7 @@ def round_into(rounded: list[Tensor], residuals: list[Tensor], values: list[Tens
     """Round float32 values to half precision and keep what that cuts off. ``values`` is overwritten."""
     foreach_copy_(rounded, values)
     wide, wide_views = packed(rounded, rounded, torch.float32)
-    foreach_sub_(values, wide_views)
+    foreach_add_(values, wide_views, alpha=-1)
     foreach_copy_(residuals, values)
     # A residual rounded up to half of the parameter's last bit would look like somebody's write.
     rest, rest_views = packed(residuals, rounded, torch.float32)
@@ -248,48 +227,44 @@ def round_into(rounded: list[Tensor], residuals: list[Tensor], values: list[Tens
     foreach_copy_(residuals, rest_views)
 
 
-# Pieces.
-
-
-def _on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return tensors[0].device.type == "cpu"
-
-
 def _are_coded(deltas: list[Stored], params: list[Tensor]) -> bool:
     """Whether Deltas have to be decoded."""
     return bool(deltas) and deltas[0].codes.dtype != working_dtype(params[0].dtype)
 
 
-def _pieces(*lists: list[Tensor], alone: bool) -> Iterator[tuple[int, int, Lists]]:
-    """Cut lists of equal shapes at the same places; lists may be empty. With the index and the first element of each.
+def _pieces(deltas: list[Stored], *lists: list[Tensor]) -> Iterator[tuple[list[Stored], tuple[list[Tensor], ...]]]:
+    """Cut Deltas and lists of equal shapes at the same places. Some of them may be empty.
 
-    Long tensors are cut into views. Short ones are taken together, unless each is to stay ``alone``, since for them a
-    call costs more than the work.
+    Long tensors are cut into views. Short ones are taken together, since for them a call costs more than the work,
+    unless Deltas are coded.
     """
-    long, longest = (ON_CPU, ON_CPU) if _on_cpu(lists[0]) else (LONG, LONGEST)
+    lead = next(tensors for tensors in lists if tensors)
+    codes, alone = [delta.codes for delta in deltas], _are_coded(deltas, lead)
+    long, longest = (ON_CPU, ON_CPU) if lead[0].device.type == "cpu" else (LONG, LONGEST)
     waiting: list[int] = []
     size = 0
 
-    def chosen(indices: list[int]) -> Lists:
-        return tuple([tensors[index] for index in indices] if tensors else [] for tensors in lists)
+    def chosen() -> tuple[list[Stored], tuple[list[Tensor], ...]]:
+        return [deltas[i] for i in waiting if deltas], tuple([each[i] for i in waiting if each] for each in lists)
 
-    for index, tensor in enumerate(lists[0]):
+    for index, tensor in enumerate(lead):
         elements = tensor.numel()
         if elements < long and not alone:
             if size + elements > longest:
-                yield 0, 0, chosen(waiting)
+                yield chosen()
                 waiting, size = [], 0
             waiting.append(index)
             size += elements
         elif elements:
-            present = [tensors[index] for tensors in lists if tensors]
+            present = [tensors[index] for tensors in (codes, *lists) if tensors]
             views = flat_views(present)
             cut = [(t,) for t in present] if views is None else [torch.split(view, longest) for view in views]
             for number, row in enumerate(zip(*cut, strict=True)):
                 piece = iter(row)
-                yield index, number * longest, tuple([next(piece)] if tensors else [] for tensors in lists)
+                stored = [deltas[index].part(next(piece), number * longest)] if deltas else []
+                yield stored, tuple([next(piece)] if tensors else [] for tensors in lists)
     if waiting:
-        yield 0, 0, chosen(waiting)
+        yield chosen()
 
 
 def _joined(tensors: list[Tensor], wide: torch.dtype) -> Sequence[Tensor]:
@@ -299,4 +274,4 @@ def _joined(tensors: list[Tensor], wide: torch.dtype) -> Sequence[Tensor]:
     joined = tensors[0].reshape(-1) if len(tensors) == 1 else flatten(tensors)
     joined = joined.resolve_conj().to(wide)
     joined = torch.view_as_real(joined).reshape(-1) if joined.is_complex() else joined
-    return torch.split(joined, LONGEST_ON_CPU if _on_cpu(tensors) else LONGEST)
+    return torch.split(joined, LONGEST_ON_CPU if joined.device.type == "cpu" else LONGEST)

@@ -17,7 +17,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # One call for a list of tensors. torch's own optimizers use the same functions; there are no public ones.
 foreach_add_ = torch._foreach_add_
-foreach_sub_ = torch._foreach_sub_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_addcmul_ = torch._foreach_addcmul_

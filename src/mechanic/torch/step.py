@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,47 +11,33 @@ from torch import Tensor
 
 from mechanic.torch import tuners
 from mechanic.torch.base import View, has_method, starts_of, steps_one_by_one
-from mechanic.torch.buckets import Bucket, Scaling, buckets_of, parts_of
-from mechanic.torch.layout import Group, rows_of
-from mechanic.torch.lists import is_on_host
+from mechanic.torch.buckets import Bucket, Member, kept_of, parts_of, prepare
+from mechanic.torch.layout import DELTA, ROW, Group, rows_of
+from mechanic.torch.lists import FactorsOf, factors_of_step, is_on_host
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
 
 
 def step(wrapped: Wrapped[Any]) -> None:
-    """Move the parameters from x_1 + S Delta to x_1 + S' Delta', where Delta' = k Delta + the base's update."""
+    """Move the parameters from x_1 + S Delta to x_1 + S' Delta', where Delta' = k Delta + the base's update.
+
+    If S is frozen, they move by S times the base's update.
+    """
     wrapped.check_parameters()
-    buckets = trained(wrapped)
+    buckets, betas, tuner = trained(wrapped)
     wrapped.warn_if_nothing_is_trained(any(bucket.moves for bucket in buckets))
-    if buckets or wrapped.reduction().group is not None:
-        (_step_frozen if wrapped.is_frozen else _step)(wrapped, buckets)
-
-
-def _step(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
-    betas, tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))
-    sums, grad_sq = _measure(wrapped, buckets, tuner)  # before the base steps: it may edit gradients
-    finite = grad_sq.isfinite()  # [tuners]
-    if wrapped.skip_nonfinite and not finite.all():
-        wrapped.count_skipped_step()
-        return
-    tuned, scaling = tune(wrapped, betas, tuner, sums, finite)
-    step_base(wrapped, buckets, scaling, begin=lambda: wrapped.remember(betas, tuned))
-
-
-def _step_frozen(wrapped: Wrapped[Any], buckets: list[Bucket]) -> None:
-    """The base's own step, times the frozen S."""
-    tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
-    if wrapped.skip_nonfinite and not wrapped.sum_over_ranks(_grad_sq_of(buckets, tuner)).isfinite().all():
-        wrapped.count_skipped_step()
-        return
-    with_grad = [bucket for bucket in buckets if bucket.has_grad]
-    step_base(wrapped, with_grad, standing(tuner), begin=lambda: tuners.remember_rates(wrapped.groups))
-
-
-def step_base(wrapped: Wrapped[Any], buckets: list[Bucket], scaling: Scaling, *, begin: Callable[[], None]) -> None:
-    """Let the base step, with the hooks on its step."""
+    if wrapped.skip_nonfinite or not wrapped.is_frozen:
+        sums, finite = _measure(wrapped, buckets, tuner)  # before the base steps: it may edit gradients
+        if wrapped.skip_nonfinite and not finite.all():
+            wrapped.count_skipped_step()
+            return
+    if wrapped.is_frozen:
+        factors_of, begin = standing(tuner), partial(tuners.remember_rates, wrapped.groups)
+    else:
+        tuned, factors_of = tune(wrapped, betas, tuner, sums, finite)
+        begin = partial(wrapped.remember, betas, tuned)
     wrapped.run_hooks(after=False)
-    move(wrapped, View(wrapped.base), buckets, scaling, begin=begin)
+    move(wrapped, View(wrapped.base), buckets, factors_of, begin=begin)
     wrapped.run_hooks(after=True)
 
 
@@ -58,7 +45,7 @@ def move(
     wrapped: Wrapped[Any],
     view: View,
     buckets: list[Bucket],
-    scaling: Scaling,
+    factors_of: FactorsOf,
     *,
     method: str = "step",
     begin: Callable[[], None] = lambda: None,
@@ -68,13 +55,14 @@ def move(
     ``begin`` is called before the first parameter moves. If the base raises, or something from outside does, every
     parameter is where it was before its move or after it.
     """
-    number = 0
+    has_moved = False
     try:
-        for number, part in enumerate(parts_of(buckets, one_by_one=steps_one_by_one(wrapped.base))):
-            _move_part(wrapped.base.state, view, part, scaling, method, begin if number == 0 else lambda: None)
+        for part in parts_of(buckets, one_by_one=steps_one_by_one(wrapped.base)):
+            _move_part(wrapped.base.state, view, part, factors_of, method, (lambda: None) if has_moved else begin)
+            has_moved = True
     except Exception as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
-            some = "some parameters have made their step" if number else "no parameter has moved"
+            some = "some parameters have made their step" if has_moved else "no parameter has moved"
             error.add_note(
                 f"Mechanic: the step failed: {some}. Some of the base's own state may have changed. "
                 "Training can go on; to repeat the step exactly, load a checkpoint."
@@ -83,94 +71,91 @@ def move(
 
 
 def _move_part(
-    state: Any, view: View, part: list[Bucket], scaling: Scaling, method: str, begin: Callable[[], None]
+    state: Any, view: View, part: list[Bucket], factors_of: FactorsOf, method: str, begin: Callable[[], None]
 ) -> None:
     switches = method != "step"
-    acts = [bucket.has_grad or (switches and bucket.moves) for bucket in part]
-    copies = [b.copies(scaling.of(b)) if acts_on else [] for b, acts_on in zip(part, acts, strict=True)]
-    seen: dict[Tensor, Tensor] = {}
-    for bucket, own in zip(part, copies, strict=True):
-        seen |= bucket.seen(own, scaling.of(bucket))
+    lent = [b.lent(factors_of) if b.has_grad or (switches and b.moves) else {} for b in part]
+    seen = {p: tensor for own in lent for p, tensor in own.items()}
     if seen or switches:
         view.act(seen, method)
     begin()
-    for bucket, stepped in zip(part, copies, strict=True):
-        bucket.move(state, stepped, scaling.of(bucket))
+    for bucket, own in zip(part, lent, strict=True):
+        bucket.move(state, own, factors_of)
 
 
 def switch_mode(wrapped: Wrapped[Any], mode: str) -> None:
     """Let the base move its own iterates (``train()``, ``eval()``), and move the parameters by S times as much."""
     if has_method(wrapped.base, mode):
         wrapped.require_assigned_groups()
-        buckets = trained(wrapped)
-        tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+        buckets, _, tuner = trained(wrapped)
         move(wrapped, View(wrapped.base), buckets, standing(tuner), method=mode)
 
 
 def observe(wrapped: Wrapped[Any]) -> None:
     """Measure the gradients of a held-out batch for the next step."""
-    buckets = trained(wrapped)
-    tuner = tuners.read_tuners(wrapped.groups, device_of(buckets))[1]
+    buckets, _, tuner = trained(wrapped)
     sums = wrapped.reduction().mean_over_copies(sums_of(buckets, tuner))
     wrapped.observed = dict(zip(rows_of(wrapped.groups), sums.unbind(), strict=True))
 
 
-# Measure and tune.
-
-
 def trained(
     wrapped: Wrapped[Any], chosen: Collection[Tensor] | None = None, held: list[Group] | None = None
-) -> list[Bucket]:
-    """The parameters that are trained, or some of them, in lists. ``held`` is what the groups held before."""
+) -> tuple[list[Bucket], Tensor, TunerState]:
+    """The parameters that are trained, or some of them, in lists; the betas and all tuners, where the first one is.
+
+    ``held`` is what the groups held before.
+    """
     groups = held or wrapped.groups
     start_of = starts_of(wrapped.base, groups, wrapped.delta, own_iterates=wrapped.own_iterates)
-    options = wrapped.delta, wrapped.is_frozen
-    return buckets_of(groups, wrapped.base.state, start_of, wrapped.reduction(), *options, chosen)
+    rows, weight = rows_of(groups), wrapped.reduction().weight
+    members: dict[tuple[Any, ...], list[Member]] = {}
+    number = -1  # of the parameter among those that are trained
+    for index, group in enumerate(groups):
+        for p in group["params"]:
+            number += p.requires_grad
+            if not p.requires_grad or (chosen is not None and p not in chosen):
+                continue
+            entry = wrapped.base.state.get(p, {})
+            shard = prepare(p, entry)
+            # A parameter that never had a gradient has no state. It has not moved, and will not move now.
+            has_grad, moves = p.grad is not None, p.grad is not None or DELTA in entry
+            key = (rows[group[ROW]], weight(p), p.device, p.dtype, has_grad, moves, start_of(index, p.dtype))
+            kept = kept_of(p, entry, wrapped.delta, is_frozen=wrapped.is_frozen) if moves else {}
+            members.setdefault(key, []).append(Member(p, kept, number + shard))
+    buckets = [Bucket(found, *key) for key, found in members.items()]
+    return buckets, *tuners.read_tuners(wrapped.groups, buckets[0].device if buckets else None)
 
 
-def device_of(buckets: list[Bucket]) -> torch.device | None:
-    """Where the tuners are worked on."""
-    return buckets[0].device if buckets else None
-
-
-def sums_of(buckets: list[Bucket], tuner: TunerState) -> Tensor:
-    """The five sums of this rank, [tuners, 5]."""
-    return _by_tuner([(bucket.row, bucket.sums(tuner.scales.dtype)) for bucket in buckets], len(SUMS), tuner)
-
-
-def _grad_sq_of(buckets: list[Bucket], tuner: TunerState) -> Tensor:
-    """|g|^2 of this rank, [tuners, 1]."""
-    return _by_tuner([(bucket.row, bucket.grad_sq(tuner.scales.dtype)) for bucket in buckets], 1, tuner)
-
-
-def _by_tuner(parts: list[tuple[int, Tensor]], width: int, tuner: TunerState) -> Tensor:
-    """Add up parts that come with their tuner's row, [tuners, width]."""
-    sums = torch.zeros(len(tuner.scales), width, dtype=tuner.scales.dtype, device=tuner.scales.device)
+def sums_of(buckets: list[Bucket], tuner: TunerState, *, of_grads: bool = False) -> Tensor:
+    """The five sums of this rank, [tuners, 5]; or only |g|^2, and zeros."""
+    sums = torch.zeros(len(tuner.scales), len(SUMS), dtype=tuner.scales.dtype, device=tuner.scales.device)
     rows = sums.unbind()
-    for row, part in parts:
-        rows[row].add_(part.to(sums))
+    for bucket in buckets:
+        if bucket.has_grad or not of_grads:
+            rows[bucket.row].add_(bucket.sums(sums.dtype, of_grads=of_grads).to(sums))
     return sums
 
 
-def grad_sq_in(sums: Tensor) -> Tensor:
-    return sums.unbind(-1)[SUMS.index("grad_sq")]
+def are_finite(sums: Tensor) -> Tensor:
+    """Whether the gradients of every tuner are, [tuners]."""
+    return sums.unbind(-1)[SUMS.index("grad_sq")].isfinite()
 
 
 def _measure(wrapped: Wrapped[Any], buckets: list[Bucket], tuner: TunerState) -> tuple[Tensor, Tensor]:
-    """The five sums that tune, [tuners, 5], and |g|^2 of the gradients that the base steps with, [tuners].
+    """The five sums that tune, [tuners, 5], and whether the gradients that the base steps with are finite, [tuners].
 
-    These differ if the sums were observed on other gradients. They share one collective.
+    If the sums were observed on other gradients, both share one collective.
     """
+    of_grads = wrapped.is_frozen or wrapped.observed is not None
+    sums = sums_of(buckets, tuner, of_grads=of_grads)
     if wrapped.observed is None:
-        sums = wrapped.sum_over_ranks(sums_of(buckets, tuner))
-        return sums, grad_sq_in(sums)
-    grad_sq = _grad_sq_of(buckets, tuner)
-    none = grad_sq.new_zeros(len(SUMS))  # a tuner that was added since has no feedback
+        sums = wrapped.sum_over_ranks(sums)
+        return sums, are_finite(sums)
+    none = sums.new_zeros(len(SUMS))  # a tuner that was added since has no feedback
     observed = torch.stack([wrapped.observed.get(row, none).to(none) for row in rows_of(wrapped.groups)])
     wrapped.observed = None
-    both = torch.cat([observed, grad_sq], -1)
-    *columns, grad_sq = wrapped.sum_over_ranks(both).unbind(-1)
-    return torch.stack(columns, -1), grad_sq
+    observed, sums = wrapped.sum_over_ranks(torch.stack([observed, sums])).unbind()
+    return observed, are_finite(sums)
 
 
 def tune(
@@ -178,14 +163,12 @@ def tune(
     betas: Tensor,
     tuner: TunerState,
     sums: Tensor,
-    finite: Tensor | None,
+    finite: Tensor | None = None,
     held: list[Group] | None = None,
-    *,
-    again: bool = False,
-) -> tuple[TunerState, Scaling]:
-    """S becomes S', with the learning rates of the groups, or of what they held when the step began.
+) -> tuple[TunerState, FactorsOf]:
+    """S becomes S'. ``finite``, [tuners], tells whose gradients the base may see.
 
-    ``finite``, [tuners], tells whose gradients the base may see. ``again`` if Deltas were rounded in this step before.
+    ``held`` is what the groups held when a step began in which Deltas were rounded before.
     """
     rates = tuners.read_rates(held or wrapped.groups, tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
@@ -193,17 +176,11 @@ def tune(
     retention = delta_retention(tuner, tuned, wrapped.config, torch, rates, scales)
     if retention is not None and is_on_host(retention) and bool((retention == 1).all()):
         retention = None
-    count = _count(tuner)
-    return tuned, Scaling(*scales, -1 - count if again else count, retention, finite)
+    count = tuner.steps + tuner.nonfinite_steps  # of this step
+    return tuned, factors_of_step(*scales, count if held is None else -1 - count, retention, finite)
 
 
-def standing(tuner: TunerState, finite: Tensor | None = None) -> Scaling:
+def standing(tuner: TunerState, finite: Tensor | None = None) -> FactorsOf:
     """S stays as it is."""
     scale = total_scale(tuner, torch)
-    return Scaling(scale, scale, _count(tuner), None, finite)
-
-
-def _count(tuner: TunerState) -> Tensor:
-    """The number of the step, [tuners]: every step has its own, finite or not."""
-    count: Tensor = (tuner.steps + tuner.nonfinite_steps).unbind(-1)[0]
-    return count
+    return factors_of_step(scale, scale, tuner.steps + tuner.nonfinite_steps, None, finite)
