@@ -13,8 +13,12 @@ from tests.campaign.torch_training import Training
 
 REFUSALS = ValueError, TypeError, RuntimeError
 
-# Of schedulers in mid-training, and of many bad gradients. Both are common here, and rightly warned of.
-EXPECTED_WARNINGS = "a scheduler starts from a learning rate", "the gradients of .* steps so far were not finite"
+# Of schedulers in mid-training, and of many bad gradients or none. All are common here, and rightly warned of.
+EXPECTED_WARNINGS = (
+    "a scheduler starts from a learning rate",
+    ".* steps so far had NaN or inf gradients",
+    "no parameter of this optimizer has had a gradient",
+)
 
 
 class CheckedMachine(RuleBasedStateMachine):

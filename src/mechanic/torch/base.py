@@ -236,9 +236,10 @@ class View:
         found.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, Tensor))
         for p, tensor in seen.items():
             entry = {key: value for key, value in optimizer.state.get(p, {}).items() if key not in STATE_KEYS}
-            if p.ndim and is_half_precision(p.dtype) and _is_of_torch(optimizer):
+            if is_half_precision(p.dtype) and _path(optimizer) not in _LOW_BIT:
                 for key, value in entry.items():  # made before this base was wrapped, or with another weight decay
-                    if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point():
+                    is_like = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
+                    if is_like and key != "step":
                         entry[key] = value.to(tensor.dtype)
             if entry:
                 found[tensor] = entry

@@ -15,7 +15,19 @@ from torch.optim import Optimizer
 from mechanic.torch import base as bases
 from mechanic.torch.buckets import decoded, kept_of
 from mechanic.torch.delta import is_half_precision
-from mechanic.torch.layout import DELTA, GROUP_KEYS, RESIDUAL, ROW, SAME, STATE_KEYS, TUNER, Group, StateDict, params_of
+from mechanic.torch.layout import (
+    DELTA,
+    FROZEN,
+    GROUP_KEYS,
+    RESIDUAL,
+    ROW,
+    SAME,
+    STATE_KEYS,
+    TUNER,
+    Group,
+    StateDict,
+    params_of,
+)
 from mechanic.torch.wrapped import Wrapped
 
 
@@ -62,6 +74,7 @@ def load_checked(wrapped: Wrapped[Any], state_dict: StateDict) -> None:
             raise
         raise ValueError(f"the checkpoint could not be loaded: {type(error).__name__}: {error}") from error
     if not is_ours:
+        wrapped.told.discard("plain")  # every such load is told
         wrapped.warn_once(
             "plain", "the checkpoint is a plain optimizer's: its state is kept, and Mechanic starts with a fresh tuner"
         )
@@ -76,9 +89,10 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
     is_ours = any(str(key).startswith("mechanic_") for entry in (*groups, *saved.values()) for key in entry)
     if is_ours:
         _compare_groups(groups, former)
+    is_tuned = is_ours and not any(FROZEN in group for group in groups)
     sizes, sizes_here = ([len(group["params"]) for group in found] for found in (groups, former))
     _require_same("the parameters in each of param_groups", sizes, sizes_here)
-    _compare_state(groups, saved)
+    _compare_state(groups, saved, is_tuned=is_tuned)
     # The base would cast Mechanic's tensors to the dtype of the parameters.
     of_base = _with_state(state_dict, lambda entry: {k: v for k, v in entry.items() if k not in STATE_KEYS})
     dtypes = bases.seen_dtypes(wrapped.base, wrapped.delta, own_iterates=wrapped.own_iterates)
@@ -113,9 +127,11 @@ def _compare_groups(saved_groups: list[Group], groups: list[Group]) -> None:
         _require_same(f"the first group with the tuner of {where}", rows.index(saved[ROW]), rows_here.index(group[ROW]))
 
 
-def _compare_state(saved_groups: list[Group], saved: dict[Tensor, dict[str, Any]]) -> None:
+def _compare_state(saved_groups: list[Group], saved: dict[Tensor, dict[str, Any]], *, is_tuned: bool) -> None:
     """Raise at the first entry of Mechanic's that is missing beside state of the base, or has another shape."""
     kinds = [name for name in (DELTA, RESIDUAL) if any(name in entry for entry in saved.values())]
+    if is_tuned and DELTA not in kinds:
+        kinds.append(DELTA)
     for key, (p, entry) in zip(params_of(saved_groups), saved.items(), strict=True):
         for name in kinds if entry else ():  # a parameter without any state never had a gradient
             if name == DELTA or is_half_precision(p.dtype):
