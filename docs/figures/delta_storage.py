@@ -241,8 +241,9 @@ def print_tasks(names):
     """Final train losses with bfloat16 parameters, activations and gradients."""
     for name in names or ("gpt-shakespeare", "bert-mlm", "vit-cifar10"):
         for base in ("adamw", "sgd"):
-            # Not fused: torch 2.13's fused SGD leaves bfloat16 parameters on a CPU where they are.
-            make = functools.partial(base_class(base, TASKS[name]), lr=1.0, fused=False)
+            # torch 2.13's fused SGD leaves bfloat16 parameters on a CPU where they are.
+            options = {"fused": False} if base == "sgd" else {}
+            make = functools.partial(base_class(base, TASKS[name]), lr=1.0, **options)
             for storage in ("float32", "bfloat16"):
                 wrap = functools.partial(Mechanic, delta=STORAGES[storage])
                 build = functools.partial(_in_bfloat16, make=make, wrap=wrap)
