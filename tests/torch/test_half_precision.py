@@ -138,6 +138,17 @@ def test_the_bases_moments_are_float32_and_a_load_keeps_every_dtype(dtype):
     assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
 
 
+def test_a_model_that_is_cast_to_float32_in_mid_training_has_no_residual_any_more():
+    model = mlp(dtype=torch.bfloat16)
+    optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
+    train(model, optimizer, 3)
+    held = optimizer.state_dict()["state"]
+    model.float()
+    train(model, optimizer, 3, first=3)
+    assert all("mechanic_residual" not in optimizer.state[p] for p in model.parameters())
+    assert all("mechanic_residual" in entry for entry in held.values())
+
+
 @pytest.mark.parametrize("base", [torch.optim.Adagrad, torch.optim.AdamW])
 def test_a_base_with_half_precision_state_of_its_own_can_be_wrapped_and_loaded(base):
     model = mlp(dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mechanic import TunerConfig
 from mechanic.integrations import readings
-from mechanic.torch import Mechanic, MechanicAdamW, lists, mechanic_class, tuners
+from mechanic.torch import Mechanic, MechanicAdamW, layout, lists, mechanic_class
 from tests.torch.task import backward, digits, mlp, same_bits, scale, snapshot, train
 
 
@@ -311,7 +311,7 @@ def test_the_classes_take_all_that_mechanic_takes():
 def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, monkeypatch):
     properties = type("Properties", (), {"has_fp64": has_fp64})
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
-    assert tuners.tuner_dtype(torch.device("xpu")) == dtype
+    assert layout.tuner_dtype(torch.device("xpu")) == dtype
 
 
 def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():

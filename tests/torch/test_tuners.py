@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic, layer_groups
-from mechanic.torch.tuners import read_rates
+from mechanic.torch.layout import read_rates
 from tests.shared import oracle
 from tests.torch.paths import both_paths
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from mechanic.cli.watched import Watched
-from mechanic.torch.layout import PEAK_LR, ROW, Group
-from mechanic.torch.tuners import scale_of
+from mechanic.torch.layout import PEAK_LR, ROW, Group, scale_of
 
 
 def describe(watched: Watched) -> str:

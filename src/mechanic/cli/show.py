@@ -12,8 +12,19 @@ import torch
 from torch import Tensor
 
 from mechanic.cli.sharded import is_sharded, read_sharded
-from mechanic.torch.layout import DELTA, FROZEN, PEAK_LR, ROW, SKIPPED, STATE_KEYS, TUNER, Group
-from mechanic.torch.tuners import last_rate, read_on_host, scale_of
+from mechanic.torch.layout import (
+    DELTA,
+    FROZEN,
+    PEAK_LR,
+    ROW,
+    SKIPPED,
+    STATE_KEYS,
+    TUNER,
+    Group,
+    last_rate,
+    read_on_host,
+    scale_of,
+)
 
 FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt", "*.tar")
 

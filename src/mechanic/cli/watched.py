@@ -7,8 +7,7 @@ import inspect
 from typing import Any
 
 from mechanic.torch.base import is_linear_in_lr
-from mechanic.torch.layout import Group
-from mechanic.torch.tuners import scale_of
+from mechanic.torch.layout import Group, scale_of
 
 _LONGEST = 60  # characters of an argument that is shown
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mechanic.torch import tuners
 from mechanic.torch.base import View, steps_one_by_one
 from mechanic.torch.private import is_inside_backward, outside_of_compiled_code
 from mechanic.torch.step import are_finite, move, standing, sums_of, trained, tune
@@ -119,7 +118,7 @@ class BackwardSteps:
             self._step = None
             self._step_waiting(step)
             if wrapped.is_frozen:
-                tuners.remember_rates(wrapped.groups, held)
+                wrapped.remember(None, held)
             else:  # from x_1 + S (Delta + u) to x_1 + S' k (Delta + u)
                 missing, *_ = trained(wrapped, {p for p, is_taken in step.taken.items() if not is_taken})
                 buckets, betas, tuner = trained(wrapped, held=held)
@@ -128,7 +127,7 @@ class BackwardSteps:
                     sums += step.sums.to(sums)
                 sums = wrapped.sum_over_ranks(sums)
                 tuned, factors_of = tune(wrapped, betas, tuner, sums, held=held)
-                wrapped.remember(betas, tuned, held)
+                wrapped.remember((betas, tuned), held)
                 move(wrapped, step.view, buckets, factors_of)
             wrapped.run_hooks(after=True)
             self._set_hooks()  # parameters may have been added, thawed, or swapped for sharded ones

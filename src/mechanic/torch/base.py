@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mechanic.torch.delta import dtype_of_delta, is_half_precision, working_dtype
-from mechanic.torch.layout import PEAK_LR, STATE_KEYS, Group, StateDict
+from mechanic.torch.delta import dtype_of_delta, working_dtype
+from mechanic.torch.layout import PEAK_LR, STATE_KEYS, Group, StateDict, is_half_precision
 from mechanic.torch.lists import Start
 from mechanic.torch.together import NOT_TAKEN_OVER, act, members_of, owners_of, stand_in, take_over
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.delta import RESIDUAL_DTYPE, Stored, blocks_in, decode, dtype_of_delta, encode, is_half_precision
-from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL
+from mechanic.torch.delta import RESIDUAL_DTYPE, Stored, blocks_in, decode, dtype_of_delta, encode
+from mechanic.torch.layout import DELTA, DELTA_SCALES, RESIDUAL, is_half_precision
 from mechanic.torch.lists import FactorsOf, Start, add_scaled, cleared_unless, five_sums, move, packed, values_of
 from mechanic.torch.shards import cut_grad_as_parameter, is_dtensor, like, local, shard_number
 
@@ -80,6 +80,8 @@ class Bucket:
         """Go to the next Delta, from what the base left in the tensors that it was lent. ``state`` is the base's."""
         if self.moves:
             for p, kept, _ in self.members:
+                if RESIDUAL in state[p] and RESIDUAL not in kept:  # p is not in half precision any more
+                    state[p] = {key: value for key, value in state[p].items() if key != RESIDUAL}
                 state[p].update(kept)
             factors, stepped = factors_of(self.row, self.device, self.dtype), [local(each) for each in lent.values()]
             move(self.local_params(), self._residuals(), self._deltas(), stepped, self.start, factors)

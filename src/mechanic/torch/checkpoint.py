@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from mechanic.torch import base as bases
 from mechanic.torch.buckets import decoded, kept_of
-from mechanic.torch.delta import is_half_precision
 from mechanic.torch.layout import (
     DELTA,
     FROZEN,
@@ -26,6 +25,7 @@ from mechanic.torch.layout import (
     TUNER,
     Group,
     StateDict,
+    is_half_precision,
     params_of,
 )
 from mechanic.torch.wrapped import Wrapped

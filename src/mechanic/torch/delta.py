@@ -184,10 +184,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
 
 
-def is_half_precision(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
-
-
 def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch.dtype:
     """What Delta of a parameter is stored in. That of complex parameters is always in their working dtype."""
     working = working_dtype(dtype)

@@ -1,4 +1,4 @@
-"""What Mechanic keeps in a checkpoint: which key holds what.
+"""What Mechanic keeps in a checkpoint: which key holds what, and how tuners and learning rates are read.
 
 Everything is stored where PyTorch's checkpoint routes look: Delta beside the base's own state of each parameter, the
 tuner in each param group. Only tensors, numbers and one string are stored, which ``torch.load(weights_only=True)`` and
@@ -27,16 +27,23 @@ where                key                         what
 In memory, int8 codes stand under ``mechanic_delta``, and their scales beside them under ``mechanic_delta_scales``. A
 checkpoint has these decoded, in float32: blocks of codes could not be sharded anew. Loading makes the same codes of it.
 
+Every group holds a copy of its tuner, so that no checkpoint route can separate groups that share one. Groups with the
+same row share one. Tuners are read in the order in which the groups have them.
+
 A checkpoint that does not fit is refused with a ValueError that names the entry, and nothing has changed then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from mechanic.tuner import TunerState
 
 FORMAT = 1
 
@@ -59,6 +66,10 @@ StateDict = dict[str, Any]
 Group = dict[str, Any]
 
 
+def is_half_precision(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in groups)
 
@@ -66,3 +77,110 @@ def params_of(groups: Iterable[Group]) -> Iterator[Tensor]:
 def rows_of(groups: list[Group]) -> dict[int, int]:
     """The index of each row among the tuners of groups. ZeRO steps one group at a time, so rows can be missing."""
     return {row: index for index, row in enumerate(dict.fromkeys(group[ROW] for group in groups))}
+
+
+# Tuners.
+
+_SCALES, _LARGEST_RATE = (1 + TunerState._fields.index(name) for name in ("scales", "largest_rate"))  # after the betas
+
+
+def tuner_dtype(device: torch.device) -> torch.dtype:
+    """float64 if the device has it: 1 - 0.999999 leaves one digit of a float32."""
+    has_float64 = device.type != "mps"
+    if device.type == "xpu":  # Intel's data-centre GPUs have it, Arc does not
+        has_float64 = torch.xpu.get_device_properties(device).has_fp64
+    return torch.float64 if has_float64 else torch.float32
+
+
+def read_tuners(groups: list[Group], device: torch.device | None) -> tuple[Tensor, TunerState]:
+    """The betas and the state of all tuners, each [tuners, n]; on ``device``, or where they are."""
+    device = device or groups[0][TUNER].device  # the model may have been moved, or the checkpoint be from elsewhere
+    dtype = tuner_dtype(device)
+    for group in groups:
+        group[TUNER] = group[TUNER].to(device, dtype)
+    tuners = {group[ROW]: group[TUNER] for group in groups}
+    betas, *fields = torch.stack(list(tuners.values())).unbind(1)
+    return betas, TunerState(*fields)
+
+
+def read_on_host(groups: list[Group]) -> TunerState:
+    """The state of every group's tuner, each [groups, n]. Waits for the device."""
+    return TunerState(*torch.stack([group[TUNER].cpu() for group in groups]).unbind(1)[1:])
+
+
+def scale_of(group: Group) -> Tensor:
+    """S, 0-dim."""
+    return group[TUNER].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
+
+
+# Learning rates.
+
+
+def read_rates(groups: list[Group], like: Tensor) -> Tensor:
+    """The present learning rate of every tuner, [tuners]: the largest of its groups. Does not wait for the device."""
+    by_row: dict[int, list[Any]] = {}
+    for group in groups:
+        by_row.setdefault(group[ROW], []).append(group.get("lr"))
+    largest = []
+    for rates in by_row.values():
+        tensors = [rate.to(like) for rate in rates if isinstance(rate, Tensor)]
+        numbers = [float(rate) for rate in rates if rate is not None and not isinstance(rate, Tensor)]
+        if numbers or not tensors:
+            tensors.append(like.new_full((), max(numbers, default=1.0)))
+        largest.append(tensors[0] if len(tensors) == 1 else torch.stack(tensors).amax())
+    return torch.stack(largest)
+
+
+def remember_rates(groups: list[Group], held: list[Group] | None = None) -> None:
+    """Store the learning rate of the step that was made: by the time it is read, a scheduler has set the next one.
+
+    ``held`` is what the groups held when the step began, if somebody may have written to them since.
+    """
+    for group, begun in zip(groups, held or groups, strict=True):
+        if (lr := begun.get("lr")) is not None:
+            group[LAST_LR] = lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def last_rate(group: Group) -> float:
+    """The learning rate of the last step as a share of its peak; 1 for a base that has none."""
+    lr = group.get(LAST_LR, group.get("lr"))
+    return 1.0 if lr is None else float(lr) / float(group[PEAK_LR])
+
+
+def largest(groups: list[Group], key: str, default: float) -> float:
+    """The largest ``lr``, or what a scheduler keeps in the groups: ``initial_lr``, or ``max_lr`` of ``OneCycleLR``."""
+    return max((float(group[key]) for group in groups if group.get(key) is not None), default=default)
+
+
+def peak_lr_of(groups: list[Group]) -> float:
+    """The learning rate that the groups were built with. This is the peak of a schedule, not its present value."""
+    peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
+    sizes = [float(peak) for peak in peaks if peak is not None]
+    if not all(math.isfinite(size) for size in sizes):
+        raise ValueError(f"a learning rate must be a finite number, got {sizes}; build the base with e.g. lr=1.0")
+    if sizes and not max(sizes) > 0:
+        raise ValueError(
+            f"every learning rate is 0 or less, got {sizes}, so there is no step to scale; "
+            "build the base with any positive lr, e.g. lr=1.0"
+        )
+    return max(sizes, default=1.0)
+
+
+def rebase(groups: list[Group], peak_lr: float) -> None:
+    """Let another learning rate count as 1 for groups that share a tuner: those of a script that has resumed."""
+    for group in groups:
+        group[TUNER][_LARGEST_RATE] *= peak_lr / group[PEAK_LR]
+        group[PEAK_LR] = peak_lr
+
+
+def hand_over(groups: list[Group]) -> None:
+    """Multiply the learning rates by the frozen S, and remove everything of Mechanic's from the groups."""
+    for group in groups:
+        factor = group[FROZEN] / group[PEAK_LR]
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if group.get(key) is not None:
+                group[key] = group[key] * factor
+        if isinstance(group.get("d"), Tensor):  # that of Adafactor is a number
+            del group["d"]
+        for key in [key for key in group if key.startswith("mechanic_")]:
+            del group[key]

@@ -15,8 +15,8 @@ from mechanic.config import TunerConfig
 from mechanic.torch import checkpoint, step
 from mechanic.torch.backward import BackwardSteps
 from mechanic.torch.base import is_linear_in_lr, keeps_own_iterates, refuse_unsuitable
+from mechanic.torch.layout import hand_over, last_rate, read_on_host
 from mechanic.torch.private import outside_of_compiled_code, run_load_state_dict_hooks, run_state_dict_hooks
-from mechanic.torch.tuners import hand_over, last_rate, read_on_host
 from mechanic.torch.wrapped import BaseT, Wrapped
 
 if TYPE_CHECKING:

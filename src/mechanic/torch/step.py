@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic.torch import tuners
 from mechanic.torch.base import View, has_method, starts_of, steps_one_by_one
 from mechanic.torch.buckets import Bucket, Member, kept_of, parts_of, prepare
-from mechanic.torch.layout import DELTA, ROW, Group, rows_of
+from mechanic.torch.layout import DELTA, ROW, Group, read_rates, read_tuners, rows_of
 from mechanic.torch.lists import FactorsOf, factors_of_step, is_on_host
 from mechanic.torch.wrapped import Wrapped
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
@@ -32,12 +31,12 @@ def step(wrapped: Wrapped[Any]) -> None:
             wrapped.count_skipped_step()
             return
     if wrapped.is_frozen:
-        factors_of, begin = standing(tuner), partial(tuners.remember_rates, wrapped.groups)
+        learned, factors_of = None, standing(tuner)
     else:
         tuned, factors_of = tune(wrapped, betas, tuner, sums, finite)
-        begin = partial(wrapped.remember, betas, tuned)
+        learned = betas, tuned
     wrapped.run_hooks(after=False)
-    move(wrapped, View(wrapped.base), buckets, factors_of, begin=begin)
+    move(wrapped, View(wrapped.base), buckets, factors_of, begin=partial(wrapped.remember, learned))
     wrapped.run_hooks(after=True)
 
 
@@ -78,6 +77,8 @@ def _move_part(
     seen = {p: tensor for own in lent for p, tensor in own.items()}
     if seen or switches:
         view.act(seen, method)
+    for tensor in seen.values():
+        tensor.grad = None  # of another dtype it is a copy, which is not needed any more
     begin()
     for bucket, own in zip(part, lent, strict=True):
         bucket.move(state, own, factors_of)
@@ -123,7 +124,7 @@ def trained(
             kept = kept_of(p, entry, wrapped.delta, is_frozen=wrapped.is_frozen) if moves else {}
             members.setdefault(key, []).append(Member(p, kept, number + shard))
     buckets = [Bucket(found, *key) for key, found in members.items()]
-    return buckets, *tuners.read_tuners(wrapped.groups, buckets[0].device if buckets else None)
+    return buckets, *read_tuners(wrapped.groups, buckets[0].device if buckets else None)
 
 
 def sums_of(buckets: list[Bucket], tuner: TunerState, *, of_grads: bool = False) -> Tensor:
@@ -170,7 +171,7 @@ def tune(
 
     ``held`` is what the groups held when a step began in which Deltas were rounded before.
     """
-    rates = tuners.read_rates(held or wrapped.groups, tuner.scales)
+    rates = read_rates(held or wrapped.groups, tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
     scales = total_scale(tuner, torch), total_scale(tuned, torch)
     retention = delta_retention(tuner, tuned, wrapped.config, torch, rates, scales)

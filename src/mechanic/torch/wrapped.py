@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mechanic.config import TunerConfig
-from mechanic.torch import tuners
+from mechanic.torch import layout
 from mechanic.torch.layout import DELTA, FORMAT, FROZEN, OWN_ITERATES, PEAK_LR, ROW, SKIPPED, TUNER, Group, params_of
 from mechanic.torch.lists import is_on_host
-from mechanic.torch.private import run_hooks
+from mechanic.torch.private import foreach_copy_, run_hooks
 from mechanic.torch.shards import Reduction, SharedGroup, refuse_parts_of_matrices
 from mechanic.torch.together import members_of, names_by_group, options_of, owners_of
 from mechanic.tuner import TunerState, is_at_bound, is_dominated
@@ -73,7 +73,7 @@ class Wrapped(Generic[BaseT]):
     def skipped_steps(self) -> int:
         return int(self.groups[0].get(SKIPPED, 0))
 
-    # Param groups and tuners.
+    # Param groups and
 
     def require_assigned_groups(self) -> None:
         """Raise if this Mechanic has been released. Assign tuners to groups that were added to the base directly."""
@@ -115,7 +115,7 @@ class Wrapped(Generic[BaseT]):
             elif self.is_frozen:
                 raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
             else:
-                entries = {ROW: next_row, PEAK_LR: self.peak_lr or tuners.peak_lr_of(sharing), TUNER: unused}
+                entries = {ROW: next_row, PEAK_LR: self.peak_lr or layout.peak_lr_of(sharing), TUNER: unused}
                 next_row += 1
             added += [(group, entries) for group in sharing if TUNER not in group]
         for group, entries in added:
@@ -124,13 +124,21 @@ class Wrapped(Generic[BaseT]):
             group.update({"mechanic_format": FORMAT, "mechanic_base": name, SKIPPED: skipped})
             if self.own_iterates:
                 group[OWN_ITERATES] = 1
-        tuners.remember_rates([group for group, _ in added])  # torch loads into the keys that a new optimizer has
+        layout.remember_rates([group for group, _ in added])  # torch loads into the keys that a new optimizer has
         self.show_scales()
 
-    def remember(self, betas: Tensor, tuned: TunerState, held: list[Group] | None = None) -> None:
-        """Write down what a step has learned, and warn of what can be seen without waiting for a device."""
-        tuners.write_tuners(self.groups, betas, tuned)
-        tuners.remember_rates(self.groups, held)
+    def remember(self, learned: tuple[Tensor, TunerState] | None, held: list[Group] | None = None) -> None:
+        """Write down what a step has learned, and warn of what can be seen without waiting for a device.
+
+        ``learned`` is the betas and the tuners; None if S is frozen. ``held`` is what the groups held before the step.
+        """
+        layout.remember_rates(self.groups, held)
+        if learned is None:
+            return
+        betas, tuned = learned
+        index, tuners = layout.rows_of(self.groups), torch.stack([betas, *tuned], 1).unbind()
+        # In one operation, so that groups that share a tuner never differ in it.
+        foreach_copy_([group[TUNER] for group in self.groups], [tuners[index[group[ROW]]] for group in self.groups])
         self.show_scales()
         if is_on_host(betas):
             self.warn_of(tuned)
@@ -139,12 +147,12 @@ class Wrapped(Generic[BaseT]):
         """Keep ``d`` = S / peak_lr in every group: many trainers log ``d * lr``, which is then the effective rate."""
         if "d" not in options_of(self.base):  # Adafactor has an option of this name
             for group in self.groups:
-                group["d"] = tuners.scale_of(group) / group[PEAK_LR]
+                group["d"] = layout.scale_of(group) / group[PEAK_LR]
 
     def scales(self) -> dict[str, float]:
         self.require_assigned_groups()
-        self.warn_of(tuners.read_on_host(self.groups))
-        return {name: float(tuners.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
+        self.warn_of(layout.read_on_host(self.groups))
+        return {name: float(layout.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
 
     def freeze(self) -> None:
         if self.own_iterates:
@@ -159,7 +167,7 @@ class Wrapped(Generic[BaseT]):
                 "no group or layer of which nothing is trained"
             )
         for group in self.groups:
-            group[FROZEN] = float(tuners.scale_of(group))
+            group[FROZEN] = float(layout.scale_of(group))
         self.observed = None
         self.drop(DELTA)  # and DELTA_SCALES
 
@@ -179,9 +187,9 @@ class Wrapped(Generic[BaseT]):
         if self.peak_is_settled or self.peak_lr is not None:
             return
         for sharing in self.by_tuner().values():
-            peak_lr, start = sharing[0][PEAK_LR], tuners.largest(sharing, "initial_lr", 0.0)
-            if peak_of_cycle := tuners.largest(sharing, "max_lr", 0.0):
-                tuners.rebase(sharing, peak_of_cycle)
+            peak_lr, start = sharing[0][PEAK_LR], layout.largest(sharing, "initial_lr", 0.0)
+            if peak_of_cycle := layout.largest(sharing, "max_lr", 0.0):
+                layout.rebase(sharing, peak_of_cycle)
             elif start and start != peak_lr:  # CyclicLR ignores that of the base
                 self.warn_once(
                     "peak",
@@ -199,7 +207,7 @@ class Wrapped(Generic[BaseT]):
         """
         peaks = {group[ROW]: before[PEAK_LR] for group, before in zip(self.groups, former, strict=True)}
         self.resumed = {
-            sharing[0][ROW]: (peaks[sharing[0][ROW]], tuners.largest(sharing, "lr", 1.0))
+            sharing[0][ROW]: (peaks[sharing[0][ROW]], layout.largest(sharing, "lr", 1.0))
             for sharing in self.by_tuner().values()
             if not math.isclose(peaks[sharing[0][ROW]], sharing[0][PEAK_LR], rel_tol=1e-6)
         }
@@ -207,14 +215,14 @@ class Wrapped(Generic[BaseT]):
     def _compare_with_resumed_rates(self) -> None:
         """After a resume with another lr: find out from the first change of the rate whose units it has."""
         for sharing in self.by_tuner().values():
-            row, peak, lr = sharing[0][ROW], sharing[0][PEAK_LR], tuners.largest(sharing, "lr", 1.0)
+            row, peak, lr = sharing[0][ROW], sharing[0][PEAK_LR], layout.largest(sharing, "lr", 1.0)
             peak_here, lr_saved = self.resumed.get(row, (peak, lr))
             if lr <= 0 or lr == lr_saved:
                 continue
             del self.resumed[row]
             if lr_saved and abs(math.log(lr / lr_saved * peak / peak_here)) < abs(math.log(lr / lr_saved)):
                 # It is nearer in the units of this script.
-                tuners.rebase(sharing, tuners.largest(sharing, "max_lr", peak_here))
+                layout.rebase(sharing, layout.largest(sharing, "max_lr", peak_here))
             elif lr > peak * (1 + 1e-6):
                 self.warn_once(
                     "resumed",
@@ -264,7 +272,7 @@ class Wrapped(Generic[BaseT]):
         skipped = self.skipped_steps + 1
         for group in self.groups:
             group[SKIPPED] = skipped
-        self.warn_of(tuners.read_on_host(self.groups))
+        self.warn_of(layout.read_on_host(self.groups))
 
     def warn_once(self, topic: str, message: str) -> None:
         """Warn, with the line of the first caller outside of Mechanic and PyTorch."""
