@@ -70,4 +70,13 @@ BASES = [
 ]
 BY_NAME = {base.name: base for base in BASES}
 
-every_base = pytest.mark.parametrize("base", [pytest.param(base, id=base.name.replace(" ", "-")) for base in BASES])
+
+def _over(bases: list[Base]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("base", [pytest.param(base, id=base.name.replace(" ", "-")) for base in bases])
+
+
+def some_bases(*names: str) -> pytest.MarkDecorator:
+    return _over([BY_NAME[name] for name in names])
+
+
+every_base = _over(BASES)

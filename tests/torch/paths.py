@@ -14,16 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from mechanic.torch import Mechanic
-from tests.torch.bases import BASES, Base
+from tests.torch.bases import BY_NAME
 
 Wrap = Callable[..., Mechanic]
-
-AT_ZERO = {
-    *("SGD", "SGD momentum", "SGD fused", "Adam", "Adam fused", "RMSprop", "RMSprop momentum", "Rprop"),
-    *("AdamW", "AdamW foreach", "AdamW one by one", "AdamW fused", "AdamW amsgrad", "NAdam", "NAdamW", "RAdam"),
-    *("Adagrad", "Adagrad fused", "Adadelta", "Adamax"),
-}
-"""Names of the bases that start at zero by default."""
 
 
 def by_default(base: Optimizer, **options: Any) -> Mechanic:
@@ -40,31 +33,20 @@ def in_int8(base: Optimizer, **options: Any) -> Mechanic:
     return Mechanic(base, delta="int8", **options)
 
 
-def paths_of(base: Base) -> list[Wrap]:
-    """The ways to wrap a base that lead to different code."""
-    return [by_default, on_copies] if base.name in AT_ZERO else [by_default]
+def _starts(*cases: tuple[str, Wrap]) -> pytest.MarkDecorator:
+    params = [pytest.param(BY_NAME[name], wrap, id=f"{name}-{wrap.__name__}") for name, wrap in cases]
+    return pytest.mark.parametrize(("base", "wrap"), params)
 
 
-def _case(base: Base, wrap: Wrap) -> Any:
-    return pytest.param(base, wrap, id=f"{base.name} {wrap.__name__}".replace(" ", "-"))
+STARTS = ("AdamW", by_default), ("AdamW", on_copies), ("Lion", by_default)
+every_start = _starts(*STARTS)
+"""For what does not depend on the base: from zero or from the parameters' values, all at once or part by part."""
 
-
-def _cases(wanted: Callable[[Base, Wrap], bool]) -> list[Any]:
-    return [_case(base, wrap) for base in BASES for wrap in paths_of(base) if wanted(base, wrap)]
-
-
-both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
-"""For tests that name a base themselves, one of AT_ZERO."""
-
-every_path = pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: True))
-every_path_and_int8 = pytest.mark.parametrize(
-    ("base", "wrap"), [*_cases(lambda base, wrap: True), *(_case(base, in_int8) for base in BASES)]
-)
+every_start_and_int8 = _starts(*STARTS, ("AdamW", in_int8))
 """Also with Delta in int8, whose rounding the test must allow."""
 
-
-def every_path_of(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("base", "wrap"), _cases(lambda base, wrap: base.name in names))
+both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
+"""For tests that name a base themselves, which by default starts at zero."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import Base
-from tests.torch.paths import both_paths, by_default, every_path, every_path_of
+from tests.torch.paths import both_paths, by_default, every_start
 from tests.torch.task import backward, learned, mlp, same_bits, snapshot, train, train_loss
 
 BAD = (float("inf"), float("-inf"), float("nan"), 3e38)
@@ -23,7 +23,7 @@ def bad_steps(rng, steps):
     return set(rng.sample(range(steps), 20))
 
 
-@every_path
+@every_start
 def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     rng = random.Random(0)
     model = base.model()
@@ -45,7 +45,7 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     assert train_loss(model) < start / 1.5
 
 
-@every_path_of("AdamW", "SGD", "Lion")
+@every_start
 def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
     steps = 500 if wrap is by_default else 200
 

@@ -1,4 +1,4 @@
-"""What must hold around every base optimizer, on every path. Bases in bases.py, paths in paths.py, behaviours here."""
+"""What must hold around every base optimizer. What does not depend on the base is tested with every start of a step."""
 
 import copy
 import pickle
@@ -11,14 +11,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mechanic.torch import Mechanic
-from tests.torch.bases import Base, every_base
-from tests.torch.paths import (
-    assert_updated_by,
-    deltas_of,
-    every_path,
-    every_path_and_int8,
-    failing,
-)
+from tests.torch.bases import BASES, BY_NAME, Base, every_base
+from tests.torch.paths import assert_updated_by, deltas_of, every_start, every_start_and_int8, failing
 from tests.torch.task import backward, same_bits, scale, snapshot, train, train_loss
 
 SCHEDULERS = {
@@ -36,12 +30,12 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@every_path_and_int8
-def test_trains(base: Base, wrap):
+@every_base
+def test_trains(base: Base):
     losses = []
     for first in (0, 100, 200):  # batches: so early S still swings, and one run tells little
         model = base.model()
-        optimizer = wrap(base.make(model.parameters()))
+        optimizer = base.wrap(model)
         start = train_loss(model)
         train(model, optimizer, 3, first=first)
         assert scale(optimizer) > 0
@@ -49,13 +43,23 @@ def test_trains(base: Base, wrap):
     assert statistics.mean(losses) < start / 2
 
 
-@every_path
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        *(pytest.param("LambdaLR", base, id=f"LambdaLR-{base.name}") for base in BASES),
+        *(
+            pytest.param(name, BY_NAME[base], id=f"{name}-{base}")
+            for name in SCHEDULERS
+            if name != "LambdaLR"
+            for base in ("AdamW", "AdamW tensor lr")
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR's own doing, up to torch 2.6
-def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, wrap, name):
+def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, name):
     """The base's update is that of a bare one at the same point, whose learning rate is divided by the peak."""
     model, bare_model = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
-    optimizer, bare = wrap(base.make(model.parameters())), base.make(bare_model.parameters())
+    optimizer, bare = base.wrap(model), base.make(bare_model.parameters())
     schedule, bare_schedule = SCHEDULERS[name](optimizer), SCHEDULERS[name](bare)
     peak_lr = 0.01 if name == "OneCycleLR" else 1.0  # the peak of the schedule
     rates = set()
@@ -81,7 +85,7 @@ def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, wrap, na
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@every_path
+@every_start
 def test_a_scheduler_attached_before_wrapping_does_not_change_the_unit(base: Base, wrap):
     model = base.model()
     inner = base.make(model.parameters())
@@ -92,7 +96,7 @@ def test_a_scheduler_attached_before_wrapping_does_not_change_the_unit(base: Bas
     assert scale(optimizer) > 0
 
 
-@every_path_and_int8
+@every_start_and_int8
 def test_grad_scaler_skips_a_step_with_inf_without_a_trace(base: Base, wrap):
     def run(poisoned: bool):
         model = base.model()
@@ -118,7 +122,7 @@ def test_grad_scaler_skips_a_step_with_inf_without_a_trace(base: Base, wrap):
     assert same_bits(run(poisoned=True), run(poisoned=False))
 
 
-@every_path
+@every_start
 def test_accumulated_and_clipped_gradients(base: Base, wrap):
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
@@ -132,7 +136,7 @@ def test_accumulated_and_clipped_gradients(base: Base, wrap):
     assert train_loss(model) < start / 1.5
 
 
-@every_path_and_int8
+@every_start_and_int8
 def test_closure_gives_the_same_bits_and_its_loss(base: Base, wrap):
     models = base.model(), base.model()
     optimizers = [wrap(base.make(model.parameters())) for model in models]
@@ -160,12 +164,12 @@ def trained_with_signed_gradients(model, optimizer, sign):
     return weights(model)
 
 
-@every_path_and_int8
-def test_maximize_mirrors_minimize_where_the_bare_base_does(base: Base, wrap):
+@every_base
+def test_maximize_mirrors_minimize_where_the_bare_base_does(base: Base):
     if not base.has_maximize:
         pytest.skip(f"{base.name} cannot ascend")
     results = []
-    for finish in (lambda bare: bare, wrap):
+    for finish in (lambda bare: bare, Mechanic):
         down, up = base.model(), base.model()
         minimized = trained_with_signed_gradients(down, finish(base.make(down.parameters())), 1)
         maximized = trained_with_signed_gradients(up, finish(base.make(up.parameters(), maximize=True)), -1)
@@ -191,7 +195,7 @@ def recorded_calls(model, optimizer, *registrations):
     return calls
 
 
-@every_path_and_int8
+@every_start_and_int8
 def test_every_hook_fires_once_per_step(base: Base, wrap):
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
@@ -233,15 +237,15 @@ def takes_a_late_group(base):
     train(model, bare, 1)
 
 
-@every_path_and_int8
-def test_a_group_added_in_mid_training_joins_the_tuner(base: Base, wrap):
+@every_base
+def test_a_group_added_in_mid_training_joins_the_tuner(base: Base):
     model = base.model()
     first, second = model[0].parameters(), model[2].parameters()
     try:
         takes_a_late_group(base)
     except KeyError as error:
         pytest.skip(f"a bare {base.name} of this torch does not take a late group: KeyError {error}")
-    optimizer = wrap(base.make(list(first)))
+    optimizer = Mechanic(base.make(list(first)))
     train(model, optimizer, 5)
     learned, untouched = scale(optimizer), weights(model[2])
     optimizer.add_param_group({"params": list(second)})
@@ -252,11 +256,11 @@ def test_a_group_added_in_mid_training_joins_the_tuner(base: Base, wrap):
     assert optimizer.param_groups[1]["mechanic_tuner"].equal(optimizer.param_groups[0]["mechanic_tuner"])
 
 
-@every_path
-def test_parameters_without_gradient_now_and_then_or_always(base: Base, wrap):
+@every_base
+def test_parameters_without_gradient_now_and_then_or_always(base: Base):
     model = base.model()
     never = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = wrap(base.make([*model.parameters(), never]))
+    optimizer = Mechanic(base.make([*model.parameters(), never]))
     for step in range(10):
         optimizer.zero_grad()
         backward(model, step)
@@ -273,7 +277,7 @@ def test_parameters_without_gradient_now_and_then_or_always(base: Base, wrap):
     assert scale(optimizer) > 0
 
 
-@every_path
+@every_start
 def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base, wrap):
     model = base.model(dtype=torch.float64)
     optimizer = wrap(base.make(model.parameters()))
@@ -299,7 +303,7 @@ def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base, wrap)
     assert moved.any()
 
 
-@every_path_and_int8
+@every_start_and_int8
 def test_frozen_layers_do_not_count(base: Base, wrap):
     models = base.model(), base.model()
     models[0][0].requires_grad_(False)
@@ -310,10 +314,10 @@ def test_frozen_layers_do_not_count(base: Base, wrap):
     assert same_bits(weights(models[0]), weights(models[1]))
 
 
-@every_path_and_int8
-def test_a_step_without_any_gradient_changes_nothing(base: Base, wrap):
+@every_base
+def test_a_step_without_any_gradient_changes_nothing(base: Base):
     model = base.model()
-    optimizer = wrap(base.make(model.parameters()))
+    optimizer = base.wrap(model)
     optimizer.step()
     assert scale(optimizer) == 0
     train(model, optimizer, 5)
@@ -324,11 +328,11 @@ def test_a_step_without_any_gradient_changes_nothing(base: Base, wrap):
     assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
 
 
-@every_path_and_int8
-def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base, wrap):
+@every_base
+def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base):
     """torch.distributed.checkpoint makes such a step to fill the state of an optimizer it will load into."""
     model = base.model()
-    optimizer = wrap(base.make(model.parameters()))
+    optimizer = base.wrap(model)
     train(model, optimizer, 5)
     before = weights(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
     for group in optimizer.param_groups:
@@ -342,11 +346,11 @@ def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base, wrap):
     assert same_bits(before[0], weights(model))
 
 
-@every_path
-def test_a_write_to_the_parameters_between_steps_survives(base: Base, wrap):
+@every_base
+def test_a_write_to_the_parameters_between_steps_survives(base: Base):
     """Twins on the same gradients, one of them moved by 1 in between: it stays moved by 1."""
     models = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
-    optimizers = [wrap(base.make(model.parameters()), config={"decay": 0.0}) for model in models]
+    optimizers = [Mechanic(base.make(model.parameters()), config={"decay": 0.0}) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, 10)
     with torch.no_grad():
@@ -367,22 +371,22 @@ def test_a_write_to_the_parameters_between_steps_survives(base: Base, wrap):
 
 
 @every_base
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_with_the_same_bits(base: Base, how):
+def test_a_copy_goes_on_with_the_same_bits(base: Base):
     if base.loses_attributes_when_copied:
         pytest.skip(f"a bare {base.name} cannot step after it was copied either")
     model = base.model()
-    optimizer = Mechanic(base.make(model.parameters()))
+    optimizer = base.wrap(model)
     train(model, optimizer, 5)
     pair = model, optimizer
-    twin_model, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    assert twin_model[0].weight is twin.param_groups[0]["params"][0]
+    twins = copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))
     train(model, optimizer, 5, first=5)
-    train(twin_model, twin, 5, first=5)
-    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+    for twin_model, twin in twins:
+        assert twin_model[0].weight is twin.param_groups[0]["params"][0]
+        train(twin_model, twin, 5, first=5)
+        assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
 
 
-def growing_step(base, wrap):
+def growing_step(base, wrap=Mechanic):
     """The first step after the third on which S is larger than ever, so that a part of Delta is let go."""
     model = base.model(dtype=torch.float64)
     optimizer = wrap(base.make(model.parameters()))
@@ -396,7 +400,7 @@ def growing_step(base, wrap):
     raise AssertionError("S never grew")
 
 
-@every_path
+@every_start
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
     last = growing_step(base, wrap)
@@ -426,30 +430,31 @@ def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
     assert same_bits(weights(model), weights(twin_model))
 
 
-@every_path
-@pytest.mark.parametrize("share", [0.5, 1.0], ids=["halfway", "at the end"])
-def test_a_base_that_raises_after_it_has_moved_something_does_not_part_parameters_and_delta(base: Base, wrap, share):
-    last = growing_step(base, wrap)
+@every_base
+def test_a_base_that_raises_halfway_or_at_the_end_does_not_part_parameters_and_delta(base: Base):
+    last = growing_step(base)
     model = base.model(dtype=torch.float64)
-    optimizer = wrap(base.make(model.parameters()))
+    optimizer = base.wrap(model)
     train(model, optimizer, last)
     optimizer.zero_grad()
     backward(model, last)
     before, deltas = weights(model), deltas_of(model, optimizer)
     tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
-    with failing(optimizer.base, RuntimeError("out of memory"), share=share):
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory") as caught:
-                optimizer.step()
-    notes = getattr(caught.value, "__notes__", [])
-    assert sys.version_info < (3, 11) or "no parameter has moved" in notes[-1]
-    assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
-    assert same_bits([*weights(model), *deltas_of(model, optimizer)], [*before, *deltas])
+    for share in (0.5, 1.0):
+        with (
+            failing(optimizer.base, RuntimeError("out of memory"), share=share),
+            pytest.raises(RuntimeError, match="out of memory") as caught,
+        ):
+            optimizer.step()
+        notes = getattr(caught.value, "__notes__", [])
+        assert sys.version_info < (3, 11) or "no parameter has moved" in notes[-1]
+        assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
+        assert same_bits([*weights(model), *deltas_of(model, optimizer)], [*before, *deltas])
     train(model, optimizer, 1, first=last)
     assert not same_bits(before, weights(model))
 
 
-@every_path_and_int8
+@every_start_and_int8
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["at once", "halfway", "at the end"])
 def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base, wrap, share):
     if base.name == "SGD fused" and share == 0.5:

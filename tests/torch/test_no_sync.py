@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import Base
-from tests.torch.paths import every_path
+from tests.torch.paths import every_start
 
 
 class CopiesToHost(TorchDispatchMode):
@@ -42,7 +42,7 @@ def take_steps(wrap, base, device):
 ASKS_FOR_CUDA = {"Rprop", "SGD fused", "Adagrad fused"}  # these look for a real device where parameters are on one
 
 
-@every_path
+@every_start
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_base_makes_the_step_wait(base: Base, wrap, device):
     if device == "cuda" and base.name in ASKS_FOR_CUDA and not torch.cuda.is_available():
