@@ -251,13 +251,11 @@ def test_the_hubs_articles_stay_apart_and_sentences_of_a_book_together(monkeypat
     assert text.startswith("sentence 5000 . sentence 5001 .")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_step_of_a_recipe_is_taken_at_a_learning_rate_of_0(name):
-    recipe = RECIPES[name]
-    for steps in (STEPS, 20, recipe.steps or 1000 * recipe.epochs):
-        factors = [at_steps(recipe.schedule, steps)(step) for step in range(steps)]
-        assert min(factors) > 0
-        assert max(factors) <= 1
+def test_no_step_of_a_recipe_is_taken_at_a_learning_rate_of_0():
+    for name, recipe in RECIPES.items():
+        for steps in (STEPS, 20, recipe.steps or 1000 * recipe.epochs):
+            factors = [at_steps(recipe.schedule, steps)(step) for step in range(steps)]
+            assert 0 < min(factors) <= max(factors) <= 1, (name, steps)
 
 
 def test_a_base_without_a_learning_rate_is_refused_with_the_papers_own(capsys):

@@ -69,20 +69,21 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
     run(page.read_text(encoding="utf-8"), str(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_block_is_overlooked(page):
-    text = page.read_text(encoding="utf-8")
-    assert len(list(blocks_of(text))) == len(re.findall(r"^ *(?:```python|<!-- run first:)", text, re.MULTILINE))
-    marked = re.findall(r"^ *<!-- not run:", text, re.MULTILINE)
-    assert len(marked) == sum(block.reason is not None for block in blocks_of(text))
+def test_no_block_is_overlooked():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        begun = re.findall(r"^ *(?:```python|<!-- run first:)", text, re.MULTILINE)
+        marked = re.findall(r"^ *<!-- not run:", text, re.MULTILINE)
+        blocks = list(blocks_of(text))
+        assert (len(begun), len(marked)) == (len(blocks), sum(block.reason is not None for block in blocks)), page
 
 
-@pytest.mark.parametrize("page", with_code(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_line_of_code_is_cut(page):
+def test_no_line_of_code_is_cut():
     """The column of text has room for 92 characters."""
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-        assert [line for line in block.splitlines() if len(line) > 92] == []
+    for page in with_code():
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+            assert [line for line in block.splitlines() if len(line) > 92] == [], page
 
 
 def anchors(text):
@@ -94,13 +95,13 @@ def anchors(text):
 OUTSIDE = [page for page in PAGES if page.parent.name != "docs"]  # where Sphinx looks itself
 
 
-@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+def test_links_between_pages_lead_somewhere():
+    for page in OUTSIDE:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), (page, link)
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), (page, link)
 
 
 def test_what_newcomers_copy_passes_mypy_strict(tmp_path):
@@ -155,9 +156,9 @@ def worse_words(text):
             yield f"line {prose.count(chr(10), 0, found.start()) + 1}: {found[0]!r}, better: {better}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_are_plain(page):
-    assert list(worse_words(page.read_text(encoding="utf-8"))) == []
+def test_words_are_plain():
+    found = {str(page): list(worse_words(page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert {page: worse for page, worse in found.items() if worse} == {}
 
 
 def test_worse_words_are_found_in_prose_and_not_in_code():

@@ -115,7 +115,8 @@ BASES = [
     Situation("Lion", pytorch_optimizer.Lion),
 ]
 SITUATIONS = [
-    *BASES,
+    Situation("AdamW", optim.AdamW),
+    Situation("Adagrad", optim.Adagrad),  # which has state before its first step
     Situation("two groups, one tuner", optim.AdamW, layers(None, None)),
     Situation("two tuners", optim.AdamW, layers("a", "b")),
     Situation("a tuner per group", with_options(optim.SGD, momentum=0.9), layers(None, None), {"per_group": True}),

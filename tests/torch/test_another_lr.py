@@ -1,6 +1,7 @@
 """A run that is resumed by a script with another learning rate goes on as if that were the same."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -57,15 +58,15 @@ def _course(saved, make, lr, order, *, restored):
     return rates
 
 
-@pytest.mark.parametrize("restored", [True, False], ids=["restored", "new"])
-@pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_course_of_the_rate_is_that_of_a_script_with_the_same_lr(saved, name, order, restored):
+def test_the_course_of_the_rate_is_that_of_a_script_with_the_same_lr(saved, name):
     make = SCHEDULERS[name]
     same = saved[name][1]["param_groups"][0]["mechanic_unit"]
-    expected = _course(saved[name], make, same, order, restored=restored)
-    for lr in (1.0, 3e-4):
-        assert _course(saved[name], make, lr, order, restored=restored) == pytest.approx(expected, rel=1e-6), lr
+    for case in itertools.product(("before", "after"), (True, False)):
+        order, restored = case
+        expected = pytest.approx(_course(saved[name], make, same, order, restored=restored), rel=1e-6)
+        for lr in (1.0, 3e-4):
+            assert _course(saved[name], make, lr, order, restored=restored) == expected, (lr, case)
 
 
 def test_a_rate_above_the_peak_whose_unit_is_not_known_is_told():
