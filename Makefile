@@ -14,12 +14,12 @@ setup setup-core:
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable . $(GROUPS:%=--group %)
 
-# The loop while working: one case of most tests, see tests/conftest.py.
+# The loop while working: the first case of every test that is not long, see tests/conftest.py.
 quick:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 2 --quiet -m fast tests/shared tests/torch tests/jax
+	$(BIN)/pytest --numprocesses 2 --quiet -m quick tests/shared tests/torch tests/jax
 
 check:
 	$(BIN)/ruff check
@@ -64,7 +64,7 @@ docs:
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b linkcheck -d docs/_build/html/.doctrees docs docs/_build/links
 
-# The oldest versions that pyproject.toml allows. PYTEST="-m fast" runs the fast tests alone.
+# The oldest versions that pyproject.toml allows. PYTEST="-m quick" runs the quick ones alone.
 PYTEST ?=
 FLOOR_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 FLOOR_TORCH := torch==2.5.1 numpy==1.26.0
@@ -77,8 +77,8 @@ test-floor: test-floor-jax test-floor-torch
 
 # torch's part only where its environment is there already: it takes minutes to install.
 test-floor-quick:
-	$(MAKE) test-floor-jax PYTEST="-m fast"
-	[ ! -d .venv-floor-torch ] || $(MAKE) test-floor-torch PYTEST="-m fast"
+	$(MAKE) test-floor-jax PYTEST="-m quick"
+	[ ! -d .venv-floor-torch ] || $(MAKE) test-floor-torch PYTEST="-m quick"
 
 # From PyPI this torch brings 5 GB of CUDA; the index of PyTorch has it without, and CI takes it from there.
 test-floor-torch:

@@ -78,3 +78,19 @@ def test_a_rate_above_the_peak_whose_unit_is_not_known_is_told():
     resumed.param_groups[0]["lr"] = 4e-4
     with pytest.warns(UserWarning, match=r"build the base optimizer with lr=0\.0003"):
         train(model, resumed, 1)
+
+
+def test_the_checkpoint_of_a_bare_base_brings_no_unit_to_compare_with():
+    """The tuner is fresh then, and finds its S in the units that there are."""
+    model = mlp()
+    bare = AdamW(model.parameters(), lr=1.0)
+    train(model, bare, 3)
+    optimizer = Mechanic(AdamW(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="fresh tuner"):
+        optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
+    train(model, optimizer, 3)
+    tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
+    optimizer.param_groups[0]["lr"] = 2.0  # without a word
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)

@@ -99,7 +99,7 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
     bases.load(wrapped.base, of_base, dtypes)
     for group, before in zip(wrapped.groups, former, strict=True):
         group.update({key: before[key] for key in (ROW, "tuner") if key in before})
-    wrapped.observed = None
+    wrapped.observed, wrapped.resumed = None, {}
     wrapped.known, wrapped.checked = {}, []  # others may be in the groups now
     wrapped.assign_tuners()
     _put_beside(wrapped, saved)
@@ -107,7 +107,8 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
         moved = [DELTA in saved[p] for p in params_of(sharing)]
         if moved and not any(moved) and not wrapped.is_frozen and wrapped.scales()[name] > 0:
             raise ValueError(f"tuner {name!r} has learned, but 'state' lacks its {DELTA!r}; load the whole checkpoint")
-    wrapped.note_resume(former)
+    if is_ours:  # else the tuner is fresh, and learns in the units that it finds
+        wrapped.note_resume(former)
     wrapped.peak_is_settled = any(group[TUNER][1:].any() for group in wrapped.groups)
     return is_ours
 
