@@ -24,6 +24,10 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 os.environ.setdefault("MECHANIC_CAMPAIGN_SEED", str(random.SystemRandom().randrange(2**32)))
 
 
+# The sdist has no records, and so no tests of them.
+collect_ignore = [] if (Path(__file__).parents[1] / "benchmarks" / "records").exists() else ["benchmarks"]
+
+
 # What torch up to 2.6 cannot do itself, by a part of the test's name.
 IS_OLD_TORCH = find_spec("torch") is not None and version("torch").startswith(("2.5.", "2.6."))
 NO_FSDP2 = "its FSDP2 does not run on CPUs"

@@ -4,8 +4,8 @@
     python -m tests.mutants show mutants.jsonl
 
 The changes are those of cosmic-ray (pip install cosmic-ray). Changes that only annotations would show are left out.
-Every mutant is tried in a process of its own, in a copy of the tree, with the tests that are listed below for its file,
-until one fails. The imports of the frameworks are shared by forking.
+Every mutant is tried in a process of its own, in a copy of the tree, until a test fails. The imports of the frameworks
+are shared by forking.
 """
 
 from __future__ import annotations
@@ -26,57 +26,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-TORCH = (
-    *("tuners", "check_then_change", "rare_situations", "mistakes_are_told", "checkpoint", "observe", "private"),
-    *("kernels", "factory", "refusals", "own_iterates", "parameters", "lora_trainers", "freezing", "lending"),
-)
-JAX = (
-    *("reading", "freezing", "bad_numbers", "tuners", "observe", "refusals", "lr_is_a_shape", "mistakes_are_told"),
-    *("sums", "parameters", "resume", "follows_oracle", "transformations"),
-)
-ORACLE = (
-    "torch/test_follows_oracle.py::test_float64_follows_for_300_steps[AdamW-by_default-default]",
-    "torch/test_follows_oracle.py::test_float64_follows_for_300_steps[momentum-on_copies-nothing forgotten]",
-)
-
-FIRST = {  # what is likely to notice a change, and takes longer than all should wait for
-    "tuner": ("shared/test_tuner.py",),
-    "roles": ("torch/test_roles.py", "jax/test_muon.py"),
-    "torch/checkpoint": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
-    "torch/validation": ("torch/test_check_then_change.py", "torch/test_hostile_checkpoints.py"),
-    "torch/probe": ("torch/test_rare_situations.py", "torch/test_hostile_checkpoints.py"),
-    "torch/shards": ("torch/test_private.py", "torch/test_parallel.py"),
-    "torch/kernels/eager": ("torch/test_kernels.py",),
-    "torch/kernels/rounding": ("torch/test_rare_situations.py", "torch/test_half_precision.py"),
-    "torch/grouping": ("torch/test_delta_storage.py", "torch/test_parameters.py"),
-    "torch/kernels/storage": ("torch/test_storage.py", "torch/test_delta_storage.py"),
-    "torch/kernels/stored": ("torch/test_delta_storage.py",),
-    "torch/kernels/whole": ("torch/test_whole_lists.py",),
-    "torch/stored": ("torch/test_delta_storage.py",),
-    "torch/together": ("torch/test_together.py",),
-    "torch/muon": ("torch/test_muon.py",),
-    "torch/roles": ("torch/test_roles.py",),
-    "torch/capture": ("torch/test_capture.py",),
-    "jax/advance": ("jax/test_delta_storage.py",),
-    "jax/muon": ("jax/test_muon.py",),
-    "jax/noise": ("jax/test_storage.py", "jax/test_delta_storage.py"),
-    "jax/rounding": ("jax/test_half_precision.py",),
-    "jax/storage": ("jax/test_storage.py", "jax/test_delta_storage.py"),
-}
-GPU = ("torch/triton", "torch/test_launches.py")  # first for all of mechanic.torch.gpu
-LAST = {"jax/shards": ("jax/test_parallel.py",), "jax/sums": ("jax/test_parallel.py",)}  # these take a minute
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
 
-def tests_for(path: str) -> list[str]:
-    """The test files for a source file, in the order in which they are to run."""
-    name = path.removeprefix("src/mechanic/").removesuffix(".py")
-    torch, jax = ([f"{kind}/test_{test}.py" for test in tests] for kind, tests in (("torch", TORCH), ("jax", JAX)))
-    framework = name.partition("/")[0]
-    others = {"jax": jax, "torch": [*torch, *ORACLE]}.get(framework, [*torch[:4], *jax[:3]])
-    first = GPU if name.startswith("torch/gpu/") else FIRST.get(name, ())
-    wanted = dict.fromkeys((*first, *others, *LAST.get(name, ())))
-    return [f"tests/{test}" for test in wanted]
+def tests_for(path: str) -> list[list[str]]:
+    """Arguments of pytest, one run after the other: what is named like the file, what is quick, what is long."""
+    framework, name = Path(path).parent.name, Path(path).stem
+    folders = [f"tests/{framework}"] if framework in ("torch", "jax") else ["tests/torch", "tests/jax"]
+    own = [f"{folder}/test_{name}.py" for folder in ("tests/shared", *folders)]
+    runs = [[file for file in own if (ROOT / file).exists()], ["-m", "quick", "tests/shared", *folders]]
+    return [run for run in (*runs, ["-m", "long", *folders]) if run]
 
 
 def meaning(code: str) -> str:
@@ -150,14 +109,16 @@ def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
     for part in ("src", "tests", "examples", "benchmarks", "pyproject.toml", "README.md"):
         source = ROOT / part
         shutil.copytree(source, home / part) if source.is_dir() else shutil.copy(source, home / part)
-    if try_tests(home, tests_for(jobs[0][0])[:1]) != "survived":
-        raise SystemExit(f"the tests for {jobs[0][0]} fail without any change")
+    for tests in tests_for("src/mechanic/tuner.py")[:-1]:
+        if try_tests(home, tests) != "survived":
+            raise SystemExit(f"pytest {' '.join(tests)} fails without any change")
     for path, operator, occurrence in jobs:
         code = (home / path).read_text()
         mutated = mutate_code(code, get_operator(operator)(), occurrence)
         (home / path).write_text(mutated)
         began = time.monotonic()
-        outcome = try_tests(home, tests_for(path))
+        outcomes = (try_tests(home, tests) for tests in tests_for(path))
+        outcome = next((outcome for outcome in outcomes if outcome != "survived"), "survived")
         (home / path).write_text(code)
         change = list(difflib.unified_diff(code.splitlines(), mutated.splitlines(), lineterm="", n=0))[2:]
         record = {"path": path, "operator": operator, "occurrence": occurrence, "change": change}

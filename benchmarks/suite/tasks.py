@@ -1,6 +1,6 @@
 """The tasks that are trained. Those here are classifications; ``benchmarks.suite.wider`` has other kinds.
 
-``cpu`` tasks take at most half a minute on one core. The paper's own experiments are recipes in ``benchmarks.paper``.
+``cpu`` tasks take at most half a minute on one core.
 """
 
 from __future__ import annotations
