@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
         test = item.nodeid.partition("[")[0]
         is_first, is_benchmark = test not in seen, test.startswith("tests/benchmarks/")
         seen.add(test)
-        if is_first and not is_benchmark and not item.get_closest_marker("long"):
+        if is_first and not is_benchmark and not any(map(item.get_closest_marker, ("long", "slow"))):
             item.add_marker(pytest.mark.quick)
         # Coverage makes Python half as fast, and the other cases of a test mostly run the same lines.
         if not is_first or is_benchmark:

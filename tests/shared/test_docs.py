@@ -104,6 +104,7 @@ def test_links_between_pages_lead_somewhere():
             assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), (page, link)
 
 
+@pytest.mark.long
 def test_what_newcomers_copy_passes_mypy_strict(tmp_path):
     """README and quickstarts, each page as a file with the page's lines. torch's own ``backward`` is untyped."""
     pytest.importorskip("mypy", reason="in the group of checks")
@@ -175,6 +176,7 @@ def code_cells(notebook):
     return [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
 def test_every_notebook_runs(notebook, monkeypatch):
     import matplotlib.pyplot as plt  # tests/ecosystem imports this file without it

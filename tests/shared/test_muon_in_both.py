@@ -51,6 +51,7 @@ def both(steps, *, nesterov):
         return ours, ({name: np.asarray(p) for name, p in params.items()}, float(scale(state)))
 
 
+@pytest.mark.long
 def test_without_nesterov_they_take_the_same_steps():
     (ours, our_scale), (theirs, their_scale) = both(12, nesterov=False)
     assert our_scale == pytest.approx(their_scale, rel=1e-5)
@@ -59,6 +60,7 @@ def test_without_nesterov_they_take_the_same_steps():
         np.testing.assert_allclose(ours[name], values, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_with_nesterov_they_stay_near_each_other():
     """Optax corrects the bias of momentum and gradient apart, torch does not: the first updates differ a little."""
     (ours, our_scale), (theirs, their_scale) = both(12, nesterov=True)

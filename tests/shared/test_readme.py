@@ -41,12 +41,14 @@ def test_importing_the_core_imports_no_framework():
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_importing_mechanic_torch_imports_no_other_framework():
     others = {"jax", "optax", "torch.distributed.tensor", "transformers", "lightning", "timm"}
     check = f"import sys, mechanic.torch; assert not {others} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_importing_mechanic_torch_takes_less_than_50_ms_beyond_torch(tmp_path):
     # pip compiles what it installs. A checkout may not be compiled, so the package is copied to where it can be.
     shutil.copytree(Path(mechanic.__file__).parent, tmp_path / "mechanic")

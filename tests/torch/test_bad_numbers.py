@@ -45,6 +45,7 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     assert train_loss(model) < start / 1.5
 
 
+@pytest.mark.long
 @every_start
 def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
     steps = 500 if wrap is by_default else 200
@@ -78,6 +79,7 @@ def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, w
         assert loss < 1.5 * sum(losses) / len(losses)
 
 
+@pytest.mark.long
 @both_paths
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_skipping_equals_the_run_without_those_batches_bit_for_bit(wrap, everywhere):

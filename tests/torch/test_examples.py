@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 RUN_ELSEWHERE = {"fsdp2", "jax_equinox", "jax_nnx", "jax_optax"}  # by test_torchrun.py and test_jax_examples.py
 EXAMPLES = {
     path.stem: path

@@ -33,6 +33,7 @@ def test_float32_tracks_the_scale_for_100_steps(base, wrap):
         assert our_s == pytest.approx(s, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_long_run_at_a_constant_rate_follows():
     """From step 1,000 on, S goes only a part of its way."""
     eigenvalues, start = np.logspace(-2, 0, 12), np.ones(12)

@@ -30,6 +30,7 @@ def assert_follows_float32(task, base, dtype, starts=1, **options):
         assert half_learned == pytest.approx(learned, rel=0.10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("base", "dtype"),
     [*(("AdamW", dtype) for dtype in HALF), ("SGD momentum", torch.bfloat16), ("Lion", torch.float16)],
@@ -39,6 +40,7 @@ def test_digits_follow_the_float32_run_to_the_end_of_a_cosine(base, dtype):
     assert_follows_float32("digits", base, dtype, steps=500)
 
 
+@pytest.mark.long
 def test_a_transformer_follows_the_float32_run_to_the_end_of_a_cosine():
     # One start in six grows its stake otherwise, and learns an S that is lower by a third, at a loss within 1 %.
     assert_follows_float32("shakespeare", "AdamW", torch.bfloat16, starts=3, steps=200)

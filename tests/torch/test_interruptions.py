@@ -118,6 +118,7 @@ def _goes_on(model, optimizer):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.long
 @every_setup
 def test_an_exception_at_any_line_leaves_every_parameter_before_or_after_its_move(name, monkeypatch):
     monkeypatch.setitem(buckets.PART, "cpu", 100)  # several parts

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120  # seconds, of one start
 LOADING = 0.02  # seconds, about

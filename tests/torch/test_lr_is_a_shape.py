@@ -28,6 +28,7 @@ def final_loss(base, schedule, *, lr, peak):
     return train(model, optimizer, STEPS, scheduler=schedule(optimizer, peak))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion"])
 @pytest.mark.parametrize("schedule", [cosine, one_cycle])
 def test_every_learning_rate_gives_the_same_loss(name, schedule):

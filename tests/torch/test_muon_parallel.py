@@ -8,6 +8,8 @@ from torch import optim
 from tests.torch import muon_parallel as jobs
 from tests.torch.test_parallel import TIMEOUT, assert_followed, run
 
+pytestmark = pytest.mark.long
+
 pytestmark = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon from 2.9 on")
 
 LAYOUTS = {1: ["fsdp2"], 2: ["ddp", "fsdp2", "tp"], 4: ["fsdp2", "hsdp", "tp+fsdp2"]}

@@ -10,6 +10,8 @@ import torch
 
 from tests.torch import parallel
 
+pytestmark = pytest.mark.long
+
 TIMEOUT = 600  # seconds, for all cases of one number of ranks
 
 

@@ -5,6 +5,8 @@ import pytest
 from tests.torch import parallel_half
 from tests.torch.test_parallel import run
 
+pytestmark = pytest.mark.long
+
 DELTAS = None, "int8"
 LAYOUTS = {2: ("fsdp2", "offload", "tp"), 4: ("fsdp2", "hsdp")}
 

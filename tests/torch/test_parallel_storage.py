@@ -1,9 +1,12 @@
 """Delta in bfloat16 and int8 over processes, on gloo: ranks agree, and follow one process within the rounding."""
 
+import pytest
 import torch
 
 from tests.torch import parallel_storage
 from tests.torch.test_parallel import run
+
+pytestmark = pytest.mark.long
 
 STORAGES = torch.bfloat16, "int8"
 GAP = {None: 1e-6, torch.bfloat16: 2**-7, "int8": 2 / 127}  # relative to the largest element

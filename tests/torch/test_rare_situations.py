@@ -367,6 +367,7 @@ def test_a_deep_linear_network_does_not_diverge(base, options, max_norm, seed):
     assert sum(losses[-20:]) < sum(losses[:20])
 
 
+@pytest.mark.long
 def test_what_is_learned_by_heart_does_not_raise_the_scale():
     """Of 200 images a network can get sure without end. That lowers the train loss, and raises the test loss."""
     images, labels = digits()

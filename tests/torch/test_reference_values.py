@@ -12,6 +12,8 @@ from mechanic import TunerConfig
 from mechanic.torch import Mechanic
 from tests.torch.task import batch, digits, mlp, scale
 
+pytestmark = pytest.mark.long
+
 ABSOLUTE_1E_6 = replace(TunerConfig.paper(), s_init=1e-6, guard=True)
 RELATIVE = replace(TunerConfig.paper(), s_init=0.01, relative_start=True, guard=True)
 

@@ -30,6 +30,7 @@ def runs(tmp_path_factory):
     return {name: (resumed[name], uninterrupted[name]) for name in uninterrupted}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [situation.name for situation in SITUATIONS])
 def test_resume_continues_bit_for_bit(name, runs):
     assert same_bits(*runs[name])

@@ -181,6 +181,7 @@ def test_a_step_does_not_wait_for_the_device(base):
     assert take_steps(wrap, BY_NAME[base], "cuda") <= take_steps(lambda bare: bare, BY_NAME[base], "cuda")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "delta"),
     [(torch.float32, torch.bfloat16), (torch.float32, "int8"), (torch.bfloat16, None), (torch.bfloat16, "int8")],
@@ -628,6 +629,7 @@ def test_parameters_of_others_are_refused():
 # Over processes.
 
 
+@pytest.mark.long
 def test_sharded_parameters_follow_one_process_and_ddp_is_refused(tmp_path):
     found = run(2, tmp_path / "ranks", parallel_backward.JOBS)
     assert_followed({case: report for case, report in found.items() if "parameters" in report})

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+pytestmark = pytest.mark.long
+
 TIMEOUT = 240  # seconds
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 

@@ -5,6 +5,8 @@ import pytest
 from tests.torch import unlike_ranks as job
 from tests.torch.test_parallel import run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
