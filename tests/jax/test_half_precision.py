@@ -109,6 +109,9 @@ def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
     assert layout.delta == layout.residual == layout.base[0].mu == names
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="its XLA rounds S differently in two programs, by one part in 10 million"
+)
 def test_two_steps_in_one_program_are_two_steps():
     """Between them XLA may keep a parameter in more bits than it has.
 
