@@ -92,7 +92,12 @@ def assert_same(ours, expected, tolerance=1e-6):
 
 def collectives(compiled):
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    return re.findall(rf"= [^=]* ({kinds})(?:-start)?\(", compiled.as_text())
+    return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
+
+
+def assert_few_all_reduces(compiled, layout):
+    """Nothing is gathered. There is one for each way in which parameters are sharded."""
+    assert collectives(compiled) == ["all-reduce"] * (3 if layout == "over 4 x 2" else 1)
 
 
 @functools.cache
@@ -108,7 +113,7 @@ def on_one_device():
 
 def check_given_gradients():
     """In float32; Delta is laid out like its parameter, before the first step and after the last."""
-    for shape, specs in LAYOUTS.values():
+    for layout, (shape, specs) in LAYOUTS.items():
         params = place(start(), mesh_of(shape), specs)
         grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
         ended, after = run_with_gradients(grads, params, state)
@@ -116,16 +121,17 @@ def check_given_gradients():
         for name in SHAPES:
             for each in (state.delta, after.delta, make().init(params).delta, ended):
                 assert each[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim), (specs, name)
-        assert collectives(step_with_gradients().lower(grads, params, state).compile()) == ["all-reduce"]
+        assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
 
 
 def check_given_gradients_with_an_automatic_mesh_in_context():
-    shape, specs = LAYOUTS["over 8"]
+    layout = "over 8"
+    shape, specs = LAYOUTS[layout]
     with jax.set_mesh(mesh_of(shape)):
         params = place(start(), mesh_of(shape), specs)
         grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
         assert_same(run_with_gradients(grads, params, state), on_one_device())
-        assert collectives(step_with_gradients().lower(grads, params, state).compile()) == ["all-reduce"]
+        assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
 
 
 def check_replicated_parameters():
@@ -159,7 +165,7 @@ def check_explicit_axes():
             params = place(start(), mesh, specs)
             grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
             ended = run_with_gradients(grads, params, state)
-            assert collectives(step_with_gradients().lower(grads, params, state).compile()) == ["all-reduce"]
+            assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
         assert_same(ended, on_one_device())
 
 

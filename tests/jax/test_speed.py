@@ -9,11 +9,11 @@ from benchmarks.speed import jax_step
 from mechanic.jax import mechanize
 
 
-def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_mechanize():
-    names = ("adamw", "mechanic", "optax.contrib.mechanize")
-    bare, ours, theirs = (jax_step.cost_of(jax_step.build(name, side=100)) for name in names)
-    assert ours.words < 2.1 * bare.words
-    assert ours.words < 0.9 * theirs.words
+def test_a_step_moves_no_more_bytes_than_that_of_optaxs_mechanize():
+    ours, theirs = (
+        jax_step.cost_of(jax_step.build(name, side=100)) for name in ("mechanic", "optax.contrib.mechanize")
+    )
+    assert ours.words < theirs.words
 
 
 @pytest.mark.parametrize("delta", [None, jnp.bfloat16, "int8"])
