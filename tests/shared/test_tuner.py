@@ -321,6 +321,12 @@ def test_the_scale_stays_within_its_bounds_from_the_first_step_on():
     assert min(reached.values()) > 0, reached
 
 
+def test_a_fresh_tuner_starts_at_its_lower_bound():
+    """In its first step, before there is any Delta."""
+    state = play(TunerConfig(min_lr=0.03), [np.array([[0.0, 0.0, 1.0, 4.0, 0.0]])], tuners=1)
+    assert total_scale(state, np).item() == pytest.approx(0.03)
+
+
 def test_bounds_that_are_never_reached_change_nothing():
     rng = np.random.default_rng(0)
     sums = [random_sums(rng) for _ in range(50)]

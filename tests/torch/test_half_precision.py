@@ -174,3 +174,24 @@ def test_grad_scaler_refuses_half_precision_gradients_by_itself():
     scaler.scale(torch.zeros(()))
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_frozen_weights_decay_by_s_times_the_rate(decay):
+    """Where the base steps on zeros, which do not decay, Mechanic adds the decay."""
+    model = mlp(dtype=torch.bfloat16)
+    optimizer = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=decay))
+    train(model, optimizer, 20)
+    optimizer.freeze()
+
+    def values():
+        return [p.detach().float() + optimizer.state[p]["mechanic_residual"].float() for p in model.parameters()]
+
+    before = values()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][key].zero_()
+    optimizer.step()
+    expected = [x * (1 - decay * scale(optimizer)) for x in before]
+    torch.testing.assert_close(values(), expected, rtol=1e-4, atol=1e-7)

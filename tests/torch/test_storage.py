@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mechanic.torch.delta import BLOCK, ROW, Noise, Stored, blocks_in, decode, encode
+from mechanic.torch.lists import Factors, Start, move
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, ROW, ROW + 1, 2 * ROW + BLOCK + 3)
@@ -209,3 +210,16 @@ def test_torchs_generator_is_left_alone(make):
 def test_int8_takes_at_most_1_02_bytes_per_element():
     kept = int8((1000, 1000))
     assert kept.codes.nbytes + kept.scales.nbytes <= 1.02e6
+
+
+@both
+def test_a_move_without_the_base_keeps_the_same_share_of_every_element(make):
+    """As at the end of a step inside the backward pass: Delta' = k Delta, in int8 without rounding."""
+    values, kept = normal(5, 300), make((5, 300))
+    encode(values, kept)
+    before, param = decode(kept), torch.zeros(5, 300)
+    none, k, change = torch.zeros(()), torch.tensor(0.9), torch.tensor(0.5)
+    move([param], [], [kept], [], Start("x", torch.float32), Factors(None, Noise(3, CPU), none, none, change, k))
+    tolerance = 1e-6 if make is int8 else 2**-7
+    torch.testing.assert_close(decode(kept), 0.9 * before, rtol=tolerance, atol=1e-30)
+    torch.testing.assert_close(param, 0.5 * 0.9 * before)

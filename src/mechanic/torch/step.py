@@ -169,7 +169,7 @@ def tune(
 ) -> tuple[TunerState, FactorsOf]:
     """S becomes S'. ``finite``, [tuners], tells whose gradients the base may see.
 
-    ``held`` is what the groups held when a step began in which Deltas were rounded before.
+    ``held`` is what the groups held when the step began.
     """
     rates = read_rates(held or wrapped.groups, tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
@@ -177,8 +177,7 @@ def tune(
     retention = delta_retention(tuner, tuned, wrapped.config, torch, rates, scales)
     if retention is not None and is_on_host(retention) and bool((retention == 1).all()):
         retention = None
-    count = tuner.steps + tuner.nonfinite_steps  # of this step
-    return tuned, factors_of_step(*scales, count if held is None else -1 - count, retention, finite)
+    return tuned, factors_of_step(*scales, tuner.steps + tuner.nonfinite_steps, retention, finite)
 
 
 def standing(tuner: TunerState, finite: Tensor | None = None) -> FactorsOf:
