@@ -137,8 +137,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         if is_infrastructure(raised):
             raise
         error = {"error": f"{type(raised).__name__}: {raised}"[:300], "error_step": progress.step}
-    point = {"point": dict(contender.point)} if contender.point else {}
-    return {**vars(run), **point, **_found(task, progress), **error, **origin}
+    return {**vars(run), **_found(task, progress), **error, **origin}
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -159,7 +158,7 @@ def measure(
     """What a record has of a run; ``progress`` has what was found if this raises."""
     progress = progress or Progress()
     torch.set_grad_enabled(True)  # mechanic-pytorch leaves it off when it raises, and a worker has many runs
-    due = {round(share * task.steps) for share in task.evaluated_at or EVALUATED_AT}
+    due = evaluation_steps(task)
     start = time.perf_counter()
     training = Training(
         task if contender.schedule is None else replace(task, schedule=contender.schedule),
@@ -185,7 +184,7 @@ def measure(
         progress.cpu_seconds += time.process_time() - cpu_start
         if step in due:
             with evaluation_point(task, model, optimizer, average) as judged:
-                point = {"step": step, **evaluate(task, judged if device == "cpu" else _FromCPU(judged))}
+                point = evaluate(task, judged if device == "cpu" else _FromCPU(judged))
             if isinstance(optimizer, Mechanic):
                 scales = optimizer.scales()
                 point["scale"] = statistics.median(scales.values())
@@ -229,9 +228,15 @@ class _FromCPU(nn.Module):
         return self.model(*(part.to(device) for part in inputs)).cpu()
 
 
+def evaluation_steps(task: Task) -> list[int]:
+    return sorted({round(share * task.steps) for share in task.evaluated_at or EVALUATED_AT})
+
+
 def _found(task: Task, progress: Progress) -> dict[str, Any]:
     spent = {key: round(getattr(progress, key), 3) for key in ("seconds", "cpu_seconds")}
-    return {"steps": task.steps, **spent, "curve": progress.curve}
+    curve = {key: values for key, values in progress.curve.items() if key.startswith(task.curves)}
+    curve |= {key: v if len(v) <= 4 else [v[0], *v[-3:]] for key, v in progress.curve.items() if key in task.ends}
+    return {"evaluated": evaluation_steps(task), **spent, "curve": curve}
 
 
 def _average_of(model: nn.Module) -> Any:

@@ -11,21 +11,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.suite import driver, plan
 from benchmarks.suite.contenders import BASES, CONTENDERS
 from benchmarks.suite.loop import Training
 from benchmarks.suite.measure import Settings, execute, measure
 from benchmarks.suite.partial import Partial, path_of
 from benchmarks.suite.record import Run
-from benchmarks.suite.recordbook import RecordBook
 from benchmarks.suite.tasks import TASKS
-from tests.benchmarks.runs import KINDS, needs_data, record_of, some_lr
+from tests.benchmarks.runs import KINDS, needs_data, some_lr
 
 STEPS, FATAL = 20, 13
+RUN = Run("gpt-shakespeare-dropout0.3", "mechanic adamw", 1.0, 0)
 
 
 class Killed(BaseException):
     """No Exception: nobody may take it for a contender's."""
+
+
+def raise_killed():
+    raise Killed
 
 
 def dies(contender, fate):
@@ -46,10 +49,6 @@ def dies(contender, fate):
         return optimizer
 
     return replace(contender, build=build)
-
-
-def raise_killed():
-    raise Killed
 
 
 def small(name):
@@ -75,40 +74,33 @@ def test_every_contender_continues_as_if_nothing_had_been(name, tmp_path):
 
 @needs_data
 @pytest.mark.parametrize(
-    ("task", "observes_every"),
+    ("name", "observes_every"),
     [("gpt-shakespeare-dropout0.3", 0), ("bert-mlm", 0), ("resnet-cifar10", 0), ("cnn-mnist-500", 4)],
 )
-def test_weights_are_equal_with_dropout_masks_batch_norms_and_held_out_rows(task, observes_every):
-    build = functools.partial(CONTENDERS["mechanic adamw"].build, task=small(task), lr=1.0)
-    options = {"seed": 3, "observes_every": observes_every}
-    *_, (_, whole, _) = Training(small(task), build, **options)
-    for step, _, _ in (first := Training(small(task), build, **options)):
-        if step == FATAL:
-            break
-    state = first.state_dict()
-    second = Training(small(task), build, **options)
-    second.load_state_dict(state)
-    steps = [step for step, _, _ in second]
-    assert steps == list(range(FATAL + 1, STEPS + 1))
-    for name, expected in whole.state_dict().items():
-        assert second.model.state_dict()[name].equal(expected), name
-
-
-RUN = Run("gpt-shakespeare-dropout0.3", "mechanic adamw", 1.0, 0)
+def test_weights_are_equal_with_dropout_masks_batch_norms_and_held_out_rows(name, observes_every):
+    task = small(name)
+    build = functools.partial(CONTENDERS["mechanic adamw"].build, task=task, lr=1.0)
+    whole, first, second = (Training(task, build, seed=3, observes_every=observes_every) for _ in range(3))
+    torch.manual_seed(3)
+    for _ in whole:
+        pass
+    torch.manual_seed(3)
+    next(step for step, _, _ in first if step == FATAL)
+    second.load_state_dict(first.state_dict())
+    assert [step for step, _, _ in second] == list(range(FATAL + 1, STEPS + 1))
+    for key, expected in whole.model.state_dict().items():
+        assert second.model.state_dict()[key].equal(expected), key
 
 
 def run_and_die(records):
     """In a process of its own."""
     CONTENDERS[RUN.contender] = dies(CONTENDERS[RUN.contender], lambda: os.kill(os.getpid(), signal.SIGKILL))
-    continue_run(records)
-
-
-def continue_run(records):
     TASKS[RUN.task] = small(RUN.task)
-    return execute(RUN, Settings("abc1234", records=records, checkpoint_minutes=0.0))
+    execute(RUN, Settings("abc1234", records=records, checkpoint_minutes=0.0))
 
 
 @needs_data
+@pytest.mark.long
 def test_a_run_whose_process_is_killed_ends_on_the_same_record(tmp_path, monkeypatch):
     process = multiprocessing.get_context("spawn").Process(target=run_and_die, args=(tmp_path,))
     process.start()
@@ -118,28 +110,17 @@ def test_a_run_whose_process_is_killed_ends_on_the_same_record(tmp_path, monkeyp
     assert saved["state"]["training"]["step"] == FATAL - 1
 
     monkeypatch.setitem(TASKS, RUN.task, small(RUN.task))
-    drawn = []
-    monkeypatch.setattr(Training, "_take_step", counted(Training._take_step, drawn))
-    continued = continue_run(tmp_path)
-    assert len(drawn) == STEPS - FATAL + 1
+    taken, take_step = [], Training._take_step
+    monkeypatch.setattr(Training, "_take_step", lambda self: (taken.append(self.step), take_step(self)))
+    continued = execute(RUN, Settings("abc1234", records=tmp_path, checkpoint_minutes=0.0))
+    assert taken == list(range(FATAL - 1, STEPS))
     whole = execute(RUN, Settings("abc1234"))
-    assert len(drawn) == STEPS - FATAL + 1 + STEPS
     for key in ("seconds", "cpu_seconds"):
-        assert continued.pop(key) > 0
-        assert whole.pop(key) > 0
+        assert continued.pop(key) > 0 < whole.pop(key)
     assert continued == whole
 
 
-def counted(method, calls):
-    def count(self):
-        calls.append(self.step)
-        method(self)
-
-    return count
-
-
-@needs_data
-def test_what_other_code_has_saved_is_not_continued(tmp_path):
+def test_what_other_code_has_saved_or_is_not_whole_is_not_continued(tmp_path):
     partial = Partial(tmp_path / "run.pt", {"commit": "old"}, minutes=0.0)
     assert partial.load() is None
     partial.save({"step": 3})
@@ -147,37 +128,7 @@ def test_what_other_code_has_saved_is_not_continued(tmp_path):
     assert Partial(tmp_path / "run.pt", {"commit": "new"}, minutes=0.0).load() is None
     partial.path.write_bytes(partial.path.read_bytes()[:-100])
     assert partial.load() is None
-
-
-def test_a_short_run_saves_nothing(tmp_path):
-    assert not Partial(tmp_path / "run.pt", {}, minutes=10.0).due()
-
-
-def test_the_driver_removes_what_was_saved_when_the_record_is_written(tmp_path):
-    run = Run("convex-iris", "mechanic adamw", 1.0, 0)
-    Partial(path_of(tmp_path, run), {}, minutes=0.0).save({})
-    assert path_of(tmp_path, run).exists()
-    (pair,) = [pair for pair in plan.SUITES["smoke"] if pair[1].name == run.contender]
-    book = RecordBook(tmp_path)
-    driver.drive(driver.Remaining([pair], book, seeds=1), book, OnePool())
-    assert run in book.records
-    assert list(path_of(tmp_path, run).parent.iterdir()) == []
-
-
-class OnePool:
-    """Runs one after the other."""
-
-    slots = 1
-
-    def __init__(self):
-        self.runs = []
-
-    def start(self, run):
-        self.runs.append(run)
-
-    def finished(self):
-        run = self.runs.pop(0)
-        return [(run, record_of(run, 0.5))]
+    assert not Partial(tmp_path / "run.pt", {}, minutes=10.0).due()  # a short run saves nothing
 
 
 @needs_data
