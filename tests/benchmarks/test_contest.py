@@ -3,7 +3,6 @@
 import collections
 import hashlib
 import json
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -176,14 +175,6 @@ def test_a_contest_that_was_stopped_goes_on_where_it_was(tmp_path):
     book.add(*(made_up(run) for run in judged[:-1]))
     assert plan.Contest(RecordBook(tmp_path)).ready() == judged[-1:]
     assert plan.Contest(RecordBook(tmp_path)).seconds() == 2.0  # as was recorded of that task
-
-
-def test_workers_are_told_what_a_run_is_of():
-    """What is sent to another process is pickled."""
-    settings = pickle.loads(pickle.dumps(Settings(find=plan.find)))
-    run = plan.judged_runs(dict.fromkeys(METHODS, 1))[0]
-    task, contender = settings.find(run)
-    assert (task.name, contender.name, contender.lr) == (run.task, run.contender, run.lr)
 
 
 # The choice.

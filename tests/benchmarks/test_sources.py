@@ -84,9 +84,7 @@ def test_libsvm_fills_what_is_missing_with_zeros_and_numbers_the_labels(publish)
     ("content", "complaint"),
     [
         (b"1 1:1\n2 2:1\n1 1:2\n", "expected rows 2, found 3"),
-        (b"1 2:1\n", "expected rows 2, found 1"),
         (b"1 1:1\n2 3:1\n", "expected features 2, found 3"),
-        (b"1 1:1\n2 1:1\n", "expected features 2, found 1"),
         (b"1 1:1\n1 2:1\n", "expected classes 2, found 1"),
         (b"<html>moved</html>\n", "expected in line 1 label index:value"),
     ],
@@ -161,12 +159,6 @@ def test_texts_lose_what_their_sources_add_and_keep_the_rest(publish):
     assert sources.text("tatoeba_deu_eng") == "Hi.\tGrüß\u2028Gott!\nRun!\tLauf!\n"
 
 
-def test_a_novel_without_its_marks_is_refused(publish):
-    publish("gutenberg5", {"pg1.txt": b"<html>moved</html>"})
-    with pytest.raises(ValueError, match="marks of start and end"):
-        sources.text("gutenberg5")
-
-
 def test_adult_is_numbers_and_categories(publish):
     pytest.importorskip("pandas")
     person = "Private, 12, HS-grad, 9, Divorced, ?, Husband, White, Male, 0, 0, 40, Cuba"
@@ -198,23 +190,14 @@ def test_checksum_of_the_file_or_of_what_it_holds(publish, monkeypatch, unpacked
         sources.arrays("mnist")
 
 
-def test_a_wrong_checksum_says_which_file_what_and_what_to_do(publish, tmp_path):
-    publish("clinc150", {"data_full.json": b"{}"}, checksum="0" * 64)
-    with pytest.raises(ValueError) as error:
-        sources.text("clinc150")
-    cached = tmp_path / "cache" / "mechanic-benchmarks" / "clinc150" / "data_full.json"
-    found = hashlib.sha256(b"{}").hexdigest()
-    assert str(error.value).startswith(f"{cached}: expected sha256 {'0' * 64}, found {found}; delete it")
-    assert "MECHANIC_DATA" in str(error.value)
-
-
 def test_a_second_call_downloads_nothing_but_checks_again(publish):
     folder = publish("clinc150", {"data_full.json": b"{}"})
     assert sources.text("clinc150") == "{}"
     (folder / "data_full.json").unlink()
     assert sources.text("clinc150") == "{}"
-    (sources.cache_folder() / "clinc150" / "data_full.json").write_bytes(b"[]")
-    with pytest.raises(ValueError, match="expected sha256"):
+    cached = sources.cache_folder() / "clinc150" / "data_full.json"
+    cached.write_bytes(b"[]")
+    with pytest.raises(ValueError, match=f"{cached}: expected sha256 .*, found .*; delete it .* MECHANIC_DATA"):
         sources.text("clinc150")
 
 
@@ -228,14 +211,6 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(publish, monkeypat
     with pytest.raises(OSError, match=r"cannot download file:.*data_full\.json.*MECHANIC_DATA"):
         sources.text("clinc150")
     assert not list((sources.cache_folder() / "clinc150").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("read", "known"), [(sources.arrays, "wine"), (sources.text, "clinc150"), (sources.table, "adult")]
-)
-def test_an_unknown_name_is_told_the_known_ones(read, known):
-    with pytest.raises(ValueError, match=rf"no source for 'imagenet' here; there is .*{known}"):
-        read("imagenet")
 
 
 # The local folder's files against the sources' checksums.

@@ -25,7 +25,7 @@ from benchmarks.__main__ import main
 from benchmarks.report import pages
 from benchmarks.suite import plan, record
 from benchmarks.suite.contenders import CONTENDERS, MUON_PLANE
-from benchmarks.suite.loop import Batches, Training, train_plainly
+from benchmarks.suite.loop import Training, train_plainly
 from benchmarks.suite.measure import Settings, evaluate, execute, measure
 from benchmarks.suite.record import EVALUATED_AT, TUNER, Run, evaluations, final, machine, raised, versions
 from benchmarks.suite.recordbook import RECORDS, RecordBook
@@ -79,14 +79,6 @@ def test_training_goes_the_same_way_whether_it_is_evaluated_or_not():
     undisturbed = train_plainly(task, adamw, seed=0)
     for found, expected in zip(evaluated.parameters(), undisturbed.parameters(), strict=True):
         assert found.equal(expected)
-
-
-@needs_data
-def test_few_rows_are_of_every_class_and_make_a_small_batch_where_they_must():
-    few = TASKS["cnn-mnist-500"]
-    assert len(few.data().train[1].unique()) == 10
-    _, targets = next(Batches(few, seed=0, rows=torch.arange(50)))
-    assert len(targets) == 50 < few.batch
 
 
 @needs_data
@@ -260,12 +252,7 @@ def test_the_plan_goes_on_where_some_learning_rates_raise_and_ends_where_all_do(
 
 
 @pytest.mark.parametrize(
-    ("only", "runs"),
-    [
-        (["adamw", "mechanic adamw", "convex-iris"], 18 + 3),
-        (["mechanic adamw"], 12 * 3),
-        (["convex-iris", "convex-wine", "sgd"], 2 * 18),
-    ],
+    ("only", "runs"), [(["adamw", "mechanic adamw", "convex-iris"], 18 + 3), (["mechanic adamw"], 12 * 3)]
 )
 def test_only_some_contenders_or_tasks_are_run(only, runs, tmp_path, monkeypatch, capsys):
     command = ["benchmarks", "--records", str(tmp_path), "run", "convex", "--dry-run", "--only", *only]
@@ -342,8 +329,6 @@ def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
         for task, contender in plan.SUITES["smoke"]:
             assert plan.needed(task, contender, book.records, seeds=1) == []
 
-        with suite(tmp_path, scratch) as driver:
-            assert "every run is recorded" in driver.communicate(timeout=PATIENCE)[0]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
