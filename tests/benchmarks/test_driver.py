@@ -7,7 +7,6 @@ import time
 import pytest
 
 from benchmarks.suite import driver, plan
-from benchmarks.suite.partial import Partial, path_of
 from benchmarks.suite.record import ROOT, Run
 from benchmarks.suite.recordbook import RecordBook
 from tests.benchmarks.runs import record_of
@@ -77,15 +76,12 @@ def test_counts_that_are_kept_are_those_that_are_made_anew(tmp_path):
 
 def test_what_a_machine_fails_is_run_again_and_is_no_record_until_it_has_run(tmp_path):
     runs = [Run("convex-iris", "mechanic adamw", 1.0, seed) for seed in range(SEEDS)]
-    for run in runs[:2]:
-        Partial(path_of(tmp_path, run), {}, minutes=0.0).save({})
     failures = {runs[0]: driver.ATTEMPTS - 1, runs[1]: driver.ATTEMPTS}
     pool = FakePool(2, failures, OSError("a disk\nis full"))
     smoke = plan.SUITES["smoke"]
     outcome, book = drive(tmp_path, smoke, pool)
     assert pool.started[runs[0]] == pool.started[runs[1]] == driver.ATTEMPTS
     assert outcome.not_run == {str(runs[1]): "OSError: a disk is full"}
-    assert [path_of(tmp_path, run).exists() for run in runs[:2]] == [False, True]  # what is recorded is not continued
     missing = [run for pair in smoke for run in plan.needed(*pair, book.records, SEEDS)]
     assert missing == [runs[1]]
     again = driver.drive(driver.Remaining(smoke, book, SEEDS), book, FakePool(2))

@@ -12,10 +12,11 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 from benchmarks.suite import schedules
-from benchmarks.suite.loop import Batches, Training
+from benchmarks.suite.contenders import CONTENDERS
+from benchmarks.suite.loop import Training, batches
 from benchmarks.suite.lora import Adapted, adapt
 from benchmarks.suite.losses import squares
-from benchmarks.suite.measure import _evaluation_batches, calibration_error, evaluate
+from benchmarks.suite.measure import _evaluation_batches, calibration_error, evaluate, measure
 from benchmarks.suite.schedule_free_plus import AdamScheduleFreePlus
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT, SPLIT
 from benchmarks.suite.tasks import TASKS
@@ -70,7 +71,16 @@ def test_tasks_train_on_another_device():
     """Here the meta device, which has no numbers but raises if it meets a tensor of the CPU."""
     for task in NEW_KINDS:
         if task.on_gpu:
-            task.loss(task.model().to("meta"), next(Batches(task, seed=0, device="meta"))).backward()
+            task.loss(task.model().to("meta"), next(batches(task, seed=0, device="meta"))).backward()
+
+
+@needs_data
+def test_on_a_device_of_another_name_the_same_is_found():
+    """Of a contender that evaluates at other weights than it trains at, and a model with batch norms."""
+    task, contender = replace(TASKS["resnet-cifar10"], steps=20), CONTENDERS["schedule-free sgd"]
+    here, there = (measure(task, contender, contender.lr, seed=0, device=device) for device in ("cpu", "cpu:0"))
+    assert here["curve"] == there["curve"]
+    assert all(map(math.isfinite, here["curve"]["train_loss"]))
 
 
 def test_a_broken_policy_has_no_return():
