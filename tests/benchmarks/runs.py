@@ -1,5 +1,7 @@
 """Made-up records and contenders for the tests of the benchmarks, and the rows of the tables that are made of them."""
 
+import collections
+import itertools
 import os
 
 import pytest
@@ -59,6 +61,30 @@ def grid(task, losses, halves=()):
 def rows_of(text):
     lines = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in text.splitlines()]
     return {line[0]: line[1:] for line in lines[2:]}
+
+
+class FakePool:
+    """Finishes what was started, in order, so many at once; some runs fail a number of times before."""
+
+    def __init__(self, slots=1000, made=lambda run: record_of(run, 0.5), failures=None, at_once=10):
+        self.slots, self.made, self.failures, self.at_once = slots, made, collections.Counter(failures), at_once
+        self.in_flight, self.started, self.most = {}, collections.Counter(), 0
+
+    def start(self, run):
+        assert run not in self.in_flight
+        self.in_flight[run] = None
+        self.started[run] += 1
+        self.most = max(self.most, len(self.in_flight))
+
+    def finished(self):
+        return [(run, self.outcome(run)) for run in list(itertools.islice(self.in_flight, self.at_once))]
+
+    def outcome(self, run):
+        del self.in_flight[run]
+        if self.failures[run]:
+            self.failures[run] -= 1
+            return OSError("a disk\nis full")
+        return self.made(run)
 
 
 class Raising(torch.optim.SGD):

@@ -19,7 +19,7 @@ from benchmarks.suite.record import run_of
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT
-from tests.benchmarks.runs import needs_data, raising
+from tests.benchmarks.runs import FakePool, needs_data, raising
 
 BEST = 7  # the number of the point that the made-up records favour
 
@@ -43,19 +43,15 @@ def test_the_points_are_even_and_those_of_the_records():
     assert collections.Counter(point["warm_up"] for point in found) == dict.fromkeys((0.0, 0.02, 0.05, 0.1), 16)
     assert sum(point["weight_decay"] == 0 for point in found) == 8
     assert sum(point["lr"] < 1e-3 for point in found) == 32
+    shared = [{knob.name: point[knob.name] for knob in SHARED} for point in points(None)]
+    for method in METHODS.values():  # all get the same, but for a knob of their own
+        assert [{knob.name: point[knob.name] for knob in SHARED} for point in method.points()[DEFAULTS + 1 :]] == shared
     everyone = json.dumps({name: dict(contender.point) for name, contender in contenders().items()})
     assert hashlib.sha256(everyone.encode()).hexdigest()[:16] == "46bcbbdb3005e64a"  # a record has only its number
     for run, record in RecordBook(RECORDS / plan.FOLDER).records.items():
         task, contender = plan.find(run)
         assert run.lr == contender.lr
         assert record["evaluated"] == evaluation_steps(task)
-
-
-def test_all_methods_get_the_same_points_but_for_a_knob_of_their_own():
-    shared = [{knob.name: point[knob.name] for knob in SHARED} for point in points(None)]
-    for method in METHODS.values():
-        searched = method.points()[DEFAULTS + 1 :]
-        assert [{knob.name: point[knob.name] for knob in SHARED} for point in searched] == shared
 
 
 # The methods.
@@ -127,26 +123,9 @@ def test_points_are_searched_on_development_tasks_and_judged_on_held_out_ones():
         assert lengths == [round(whole / 3), round(2 * whole / 3), whole]
 
 
-class Pool:
-    """Makes records at once."""
-
-    slots = 1000
-
-    def __init__(self):
-        self.started, self.waiting = [], []
-
-    def start(self, run):
-        self.started.append(run)
-        self.waiting.append(run)
-
-    def finished(self):
-        runs, self.waiting = self.waiting, []  # all at once, for every record written alone takes time
-        return [(run, made_up(run)) for run in runs]
-
-
 def drive(folder, without=()):
-    book, pool = RecordBook(folder), Pool()
-    return driver.drive(plan.Contest(book, without=without), book, pool), book, pool.started
+    book, pool = RecordBook(folder), FakePool(made=made_up, at_once=500)  # every record written alone takes time
+    return driver.drive(plan.Contest(book, without=without), book, pool), book, list(pool.started)
 
 
 def test_nothing_is_judged_before_the_search_is_complete_and_then_only_what_was_chosen(tmp_path):

@@ -1,7 +1,5 @@
 """The driver of a suite: fast, and honest about machines that fail. A made-up pool stands in for Ray."""
 
-import collections
-import itertools
 import time
 
 import pytest
@@ -9,33 +7,9 @@ import pytest
 from benchmarks.suite import driver, plan
 from benchmarks.suite.record import ROOT, Run
 from benchmarks.suite.recordbook import RecordBook
-from tests.benchmarks.runs import record_of
+from tests.benchmarks.runs import FakePool, record_of
 
 SEEDS = 3
-
-
-class FakePool:
-    """Finishes what was started, in order, ten at once; some runs fail a number of times before."""
-
-    def __init__(self, slots, failures=None, error=None):
-        self.slots, self.failures, self.error = slots, collections.Counter(failures), error
-        self.in_flight, self.started, self.most = {}, collections.Counter(), 0
-
-    def start(self, run):
-        assert run not in self.in_flight
-        self.in_flight[run] = None
-        self.started[run] += 1
-        self.most = max(self.most, len(self.in_flight))
-
-    def finished(self):
-        return [(run, self.outcome(run)) for run in list(itertools.islice(self.in_flight, 10))]
-
-    def outcome(self, run):
-        del self.in_flight[run]
-        if self.failures[run]:
-            self.failures[run] -= 1
-            return self.error
-        return record_of(run, abs(run.lr - 0.01))
 
 
 def drive(folder, pairs, pool):
@@ -49,7 +23,7 @@ def drive(folder, pairs, pool):
 @pytest.mark.long
 def test_a_hundred_runs_a_second_with_two_thousand_in_flight(tmp_path):
     pairs = [pair for pairs in plan.SUITES.values() for pair in pairs]
-    pool = FakePool(slots=1000)
+    pool = FakePool(made=lambda run: record_of(run, abs(run.lr - 0.01)))
     start = time.perf_counter()
     outcome, book = drive(tmp_path, pairs, pool)
     rate = outcome.made / (time.perf_counter() - start)
@@ -77,7 +51,7 @@ def test_counts_that_are_kept_are_those_that_are_made_anew(tmp_path):
 def test_what_a_machine_fails_is_run_again_and_is_no_record_until_it_has_run(tmp_path):
     runs = [Run("convex-iris", "mechanic adamw", 1.0, seed) for seed in range(SEEDS)]
     failures = {runs[0]: driver.ATTEMPTS - 1, runs[1]: driver.ATTEMPTS}
-    pool = FakePool(2, failures, OSError("a disk\nis full"))
+    pool = FakePool(2, failures=failures)
     smoke = plan.SUITES["smoke"]
     outcome, book = drive(tmp_path, smoke, pool)
     assert pool.started[runs[0]] == pool.started[runs[1]] == driver.ATTEMPTS

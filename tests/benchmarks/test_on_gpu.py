@@ -71,22 +71,3 @@ def test_a_row_that_fails_is_told_and_the_others_are_measured(monkeypatch):
     assert on_gpu.problems(record) == [f"steps, {failed}", f"steps, {failed}", f"training, {failed}"]
     assert all("ms" in row for row in record["steps"] if row["contender"] == "AdamW fused")
     assert "| Mechanic(AdamW) | failed: RuntimeError: out / of memory |" in device_report.tables(record)
-
-
-def test_the_tables_of_a_gpu():
-    times = {"ms": 2.0, "host_ms": 0.5}
-    step = {"dtype": "float32", "kept_bytes": 12.0, "passing_bytes": 0.1}
-    record = {
-        "about": {"device": "a GPU", "versions": {"torch": "3"}, "rounds": 30, "tiny": False},
-        "steps": [
-            {"contender": "AdamW fused", **step, **times},
-            {"contender": "Mechanic(AdamW)", **step, "ms": 3.0, "host_ms": 0.6},
-            {"contender": "Prodigy", "dtype": "float32", "skipped": "prodigyopt is not installed"},
-        ],
-        "training": [{"contender": "AdamW fused", **times, "peak_gb": 9.5}],
-    }
-    lines = device_report.tables(record).splitlines()
-    assert lines[0] == "a GPU; torch 3; medians of 30"
-    assert "| Mechanic(AdamW) | 3.0 | 0.6 | 1.50 | 12.0 | 0.1 |" in lines
-    assert "| Prodigy | skipped: prodigyopt is not installed |  |  |  |  |" in lines
-    assert "| AdamW fused | 2.0 | 1.00 | 9.5 |" in lines

@@ -4,8 +4,6 @@ import bz2
 import gzip
 import hashlib
 import io
-import lzma
-import os
 import pickle
 import tarfile
 import zipfile
@@ -14,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.data import datasets, sources
-
-TEXTS = ("tinyshakespeare", "wikitext2_valid", "banking77_train", "banking77_test", "clinc150")
+from benchmarks.data import sources
 
 
 @pytest.fixture
@@ -38,12 +34,6 @@ def publish(tmp_path, monkeypatch):
         return folder
 
     return publish
-
-
-def local(name):
-    if not (folder := os.environ.get("MECHANIC_DATA")):
-        pytest.skip(f"needs {name}: set MECHANIC_DATA to a folder with it")
-    return Path(folder) / datasets.FILES[name]
 
 
 def tar(members):
@@ -211,18 +201,3 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(publish, monkeypat
     with pytest.raises(OSError, match=r"cannot download file:.*data_full\.json.*MECHANIC_DATA"):
         sources.text("clinc150")
     assert not list((sources.cache_folder() / "clinc150").iterdir())
-
-
-# The local folder's files against the sources' checksums.
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_local_text_has_the_source_checksum(name):
-    content = lzma.decompress(local(name).read_bytes())
-    assert hashlib.sha256(content).hexdigest() == sources.FILES[name][0].checksum
-
-
-def test_local_mnist_has_the_source_checksums():
-    with np.load(local("mnist")) as arrays:
-        found = [hashlib.md5(idx(arrays[key])).hexdigest() for key in ("X_train", "y_train", "X_test", "y_test")]
-    assert found == [file.checksum for file in sources.FILES["mnist"]]

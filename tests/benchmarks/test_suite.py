@@ -266,30 +266,6 @@ def test_only_some_contenders_or_tasks_are_run(only, runs, tmp_path, monkeypatch
 PATIENCE = 400  # seconds: beside other tests each of Ray's processes takes long to start
 
 
-@contextlib.contextmanager
-def suite(records, scratch):
-    environment = {**os.environ, "HOME": str(scratch), "RAY_TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}
-    environment |= {"XDG_CACHE_HOME": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-m", "benchmarks", "--records", str(records), "run", "smoke", "--seeds", "1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def wait_for(condition, driver=None):
-    """Until it holds. A driver that has ended will not bring it about, so its output is shown at once."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert driver is None or driver.poll() is None, driver.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def workers_of(scratch):
     """Processes of this Ray that have run a benchmark."""
     found = []
@@ -303,35 +279,32 @@ def workers_of(scratch):
 
 @needs_data
 @pytest.mark.long
-def test_a_suite_survives_its_workers_and_its_driver(tmp_path):
-    def recorded():
-        return list(RecordBook(tmp_path).records)
-
+def test_a_suite_survives_the_death_of_a_worker_and_is_reported(tmp_path):
     scratch = Path(tempfile.mkdtemp(prefix="ray"))  # the paths of sockets have to be short
+    environment = {**os.environ, "HOME": str(scratch), "RAY_TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}
+    environment |= {"XDG_CACHE_HOME": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "benchmarks", "--records", str(tmp_path), "run", "smoke", "--seeds", "1"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    driver = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
     try:
-        with suite(tmp_path, scratch) as driver:
-            wait_for(lambda: len(recorded()) >= 3, driver)
-            driver.kill()
-            driver.wait()
-        before = len(recorded())
-        wait_for(lambda: not workers_of(scratch))  # they follow their driver
-
-        with suite(tmp_path, scratch) as driver:
-            wait_for(lambda: len(recorded()) >= before + 3 and workers_of(scratch), driver)
-            os.kill(workers_of(scratch)[0], signal.SIGKILL)
-            output, _ = driver.communicate(timeout=PATIENCE)
-            assert driver.returncode == 0, output
-
-        book = RecordBook(tmp_path)
-        lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
-        assert sum('"contender"' in line for line in lines) == len(book.records)  # none twice
-        assert {run.contender for run in book.records} == {contender.name for _, contender in plan.SUITES["smoke"]}
-        for task, contender in plan.SUITES["smoke"]:
-            assert plan.needed(task, contender, book.records, seeds=1) == []
-
+        deadline = time.monotonic() + PATIENCE
+        while not (any(tmp_path.glob("*.jsonl")) and workers_of(scratch)):
+            assert driver.poll() is None, driver.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(workers_of(scratch)[0], signal.SIGKILL)
+        output, _ = driver.communicate(timeout=PATIENCE)
+        assert driver.returncode == 0, output
     finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
         shutil.rmtree(scratch, ignore_errors=True)
 
+    book = RecordBook(tmp_path)
+    lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert sum('"contender"' in line for line in lines) == len(book.records)  # none twice
+    assert {run.contender for run in book.records} == {contender.name for _, contender in plan.SUITES["smoke"]}
+    assert not any(plan.needed(*pair, book.records, seeds=1) for pair in plan.SUITES["smoke"])
     pages.write(tmp_path, tmp_path / "report")
     assert "| convex-iris |" in (tmp_path / "report" / "results.md").read_text()
     for figure in ("rho.svg", "rho.png", "profiles.svg", "profiles.png"):
