@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks.report.results import Results
 from benchmarks.suite.contenders import BASES, CONTENDERS, MUON_MIDDLE, MUON_PLANE, Contender
 from benchmarks.suite.record import EVALUATED_AT, Run, run_of
 
+DOCS = Path(__file__).parents[2] / "docs"
 needs_data = pytest.mark.skipif("MECHANIC_DATA" not in os.environ, reason="needs MECHANIC_DATA, a folder of datasets")
 
 # A variant is Mechanic with another config, and the lines of a plane are one optimizer.

@@ -6,8 +6,7 @@ from benchmarks.report import pages, sceptic, tables, wider
 from benchmarks.report.results import Results
 from benchmarks.suite.record import Run, raised, run_of
 from benchmarks.suite.recordbook import RECORDS, RecordBook
-from tests.benchmarks.runs import TASKS, falling, grid, record, record_of, results_of, rows_of
-from tests.benchmarks.test_numbers import DOCS
+from tests.benchmarks.runs import DOCS, TASKS, falling, grid, record, record_of, results_of, rows_of
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ from benchmarks.contest.tasks import JUDGED, TASKS
 from benchmarks.report import figures, verdict
 from benchmarks.report.verdict import Judgement
 from benchmarks.suite.measure import evaluation_steps
-from tests.benchmarks.runs import rows_of
-from tests.benchmarks.test_numbers import DOCS
+from tests.benchmarks.runs import DOCS, rows_of
 
 REACHED_AT = {OURS: 10, "adamw": 5, "nadamw": 18, "prodigy": 99}  # of 20 evaluations; the others with the first
 
