@@ -6,8 +6,5 @@
 - ``suite``: tasks, contenders, the training loop, the plan of runs, and their records.
 - ``contest``: one point of every method, searched on some tasks and judged on others.
 - ``report``: tables and figures from the records.
-- ``paper``: the paper's experiments at their real size.
 - ``speed``: what a step costs.
-- ``long_runs``: small problems for thousands of steps.
-- ``failures``: what optimizers do when training does not go as planned; needs none of the others.
 """

@@ -27,7 +27,6 @@ def main() -> None:
     )
     run.add_argument("--address", help="of a Ray cluster; without it, all cores of this machine")
     run.add_argument("--gpus-per-run", type=float, default=0.0, metavar="FRACTION", help="without it, CPUs only")
-    run.add_argument("--checkpoint-minutes", type=float, default=10.0, help="how often long runs are saved")
     run.add_argument("--dry-run", action="store_true", help="list what would run, and how long")
     report = commands.add_parser("report", help="tables and figures from the records")
     report.add_argument("--out", type=Path, default=Path("docs"))
@@ -63,7 +62,6 @@ def main() -> None:
         arguments.records,
         arguments.address,
         gpus_per_run=arguments.gpus_per_run,
-        checkpoint_minutes=arguments.checkpoint_minutes,
     )
     _report(outcome)
 
@@ -81,7 +79,6 @@ def _run_contest(arguments: argparse.Namespace) -> Outcome:
         book,
         arguments.address,
         gpus_per_run=arguments.gpus_per_run,
-        checkpoint_minutes=arguments.checkpoint_minutes,
         find=contest.find,
     )
 

@@ -1,1 +1,1 @@
-"""Our AlgoPerf submission on two small workloads, behind the interface that AlgoPerf has for its own."""
+"""What calls our AlgoPerf submission as AlgoPerf does, on a small workload, for its tests."""

@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.algoperf.workloads import SmallWorkload, spec
+from benchmarks.algoperf.workload import Digits, spec
 
 PATH = Path(__file__).parents[2] / "algoperf" / "self_tuning" / "mechanic_nadamw" / "submission.py"
 
@@ -42,7 +42,7 @@ def random_states(*seed: int, count: int) -> list[Any]:
 
 
 def train_once(
-    workload: SmallWorkload,
+    workload: Digits,
     submission: Any,
     steps: int,
     eval_every: int,

@@ -1,4 +1,4 @@
-"""What the submission and the small workloads need of ``algoperf.spec``, for where AlgoPerf is not installed."""
+"""What the submission and the small workload need of ``algoperf.spec``, for where AlgoPerf is not installed."""
 
 from __future__ import annotations
 

@@ -9,18 +9,14 @@ from typing import Any
 
 from benchmarks.contest.methods import METHODS, contender_name
 from benchmarks.contest.tasks import SEARCHED, search_name
-from benchmarks.suite.record import Run, raised
+from benchmarks.suite.record import Run, final, raised
 
 Records = Mapping[Run, dict[str, Any]]
 
 
-def final_loss(record: dict[str, Any], key: str = "test_loss") -> float:
-    """The mean of the last three evaluations; infinite where the run raised, diverged or did not get to its end."""
-    curve = record["curve"]
-    values = curve.get(key, [])
-    if raised(record) or len(values) < 3 or None in values or curve["step"][-1] < record["steps"]:
-        return math.inf
-    return sum(values[-3:]) / 3
+def final_loss(record: dict[str, Any]) -> float:
+    """The mean of the last three evaluations on test data; infinite where the run raised or diverged."""
+    return math.inf if raised(record) else final(record, "test_loss")
 
 
 def behind(loss: float, best: float, initial: float) -> float:

@@ -30,6 +30,7 @@ HORIZONS = {"1of3": 1 / 3, "2of3": 2 / 3, "3of3": 1.0}  # shares of the steps, e
 # The mean of the last three is the final loss. A search asks for that alone, the judges also when a target was reached.
 OF_A_SEARCH = (0.0, 0.3, 0.6, 0.9, 0.95, 1.0)
 OF_A_JUDGE = tuple(index / 20 for index in range(21))
+RECORDED: dict[str, tuple[str, ...]] = {"curves": ("test_loss",), "ends": ()}
 SLOWER = 1.5  # than the tasks' guess of a run: the mean over the methods, of which some take longer than AdamW
 
 
@@ -42,14 +43,15 @@ def judged_name(task: str, horizon: str) -> str:
 
 
 def _search(of: Task) -> Task:
-    return replace(of, name=search_name(of.name), evaluated_at=OF_A_SEARCH, seconds=SLOWER * of.seconds)
+    return replace(of, name=search_name(of.name), evaluated_at=OF_A_SEARCH, seconds=SLOWER * of.seconds, **RECORDED)
 
 
 def _judged(of: Task, horizon: str) -> Task:
     share = HORIZONS[horizon]
     seconds = SLOWER * share * of.seconds + 1.0  # for the evaluations
     name = judged_name(of.name, horizon)
-    return replace(of, name=name, steps=round(share * of.steps), evaluated_at=OF_A_JUDGE, seconds=seconds)
+    steps = round(share * of.steps)
+    return replace(of, name=name, steps=steps, evaluated_at=OF_A_JUDGE, seconds=seconds, **RECORDED)
 
 
 SEARCHES = [_search(suite.TASKS[name]) for name in SEARCHED]

@@ -26,7 +26,7 @@ FILES = {  # where the local folder has what the public sources call by these na
     "cifar100": "vision/cifar100_12k.npz",
     "mnist": "vision/mnist.npz",
     "fashion_mnist": "vision/fashion_mnist_12k.npz",
-    **{name: f"text/{name}.txt.xz" for name in ("tinyshakespeare", "wikitext2_valid", "wikitext2_test")},
+    **{name: f"text/{name}.txt.xz" for name in ("tinyshakespeare", "wikitext2_valid")},
     "gutenberg5": "text/gutenberg5_books.txt.xz",
     "tatoeba_deu_eng": "text/tatoeba_deu_eng.tsv.xz",
     "banking77_train": "text/banking77/train.csv.xz",

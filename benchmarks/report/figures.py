@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -93,9 +94,10 @@ def curves(results: Results) -> Any:
 
 def _plot_mean(axis: Any, records: list[dict[str, Any]], **look: Any) -> None:
     """The mean train loss of the runs that did not diverge."""
-    whole = [r["curve"] for r in records if r["curve"].get("train_loss") and None not in r["curve"]["train_loss"]]
+    whole = [record for record in records if math.isfinite(final(record))]
     if whole:
-        axis.plot(whole[0]["step"], np.mean([c["train_loss"] for c in whole], 0), linewidth=1.4, **look)
+        mean = np.mean([record["curve"]["train_loss"] for record in whole], 0)
+        axis.plot(whole[0]["evaluated"], mean, linewidth=1.4, **look)
 
 
 def scales(results: Results) -> Any:
@@ -105,10 +107,9 @@ def scales(results: Results) -> Any:
         for style in ("mechanic", "mechanic-paper"):
             records = results.records_of(task, f"{style} adamw")
             for index, record in enumerate(records):
-                curve = record["curve"]
-                values = [value or np.nan for value in curve["scale"]]
-                look = {**STYLES[style], "marker": None}
-                axis.plot(curve["step"], values, label=None if index else LABELS[style], linewidth=1, **look)
+                values = [value or np.nan for value in record["curve"]["scale"]]
+                look = {**STYLES[style], "marker": None, "linewidth": 1, "label": None if index else LABELS[style]}
+                axis.plot(record["evaluated"][: len(values)], values, **look)
         if best := results.tuned(task, "adamw", "train_loss"):
             axis.axhline(best[0], label=LABELS["tuned"], color="0.2", linestyle="--", linewidth=1)
         axis.set_yscale("log")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.contest import plan as contest
 from benchmarks.report import figures, muon, sceptic, studies, tables, verdict, wider
@@ -25,16 +23,11 @@ def tables_of(records: Path) -> Tables:
     results = Results(RecordBook(records).records)
     judgement = judgement_of(records)
     found: Tables = {name: partial(make, results) for name, make in TABLES.items()}
-    found["long-runs"] = partial(studies.long_runs, lines_of(records / "long" / "long.jsonl"))
     return found | {name: partial(make, judgement) for name, make in OF_THE_CONTEST.items()}
 
 
 def judgement_of(records: Path) -> verdict.Judgement:
     return verdict.Judgement(RecordBook(records / contest.FOLDER).records)
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def fill(page: str, tables: Tables) -> str:

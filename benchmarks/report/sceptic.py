@@ -177,7 +177,7 @@ def _times(results: Results, task: str, base: str, names: dict[str, str], slack:
     records = {"tuned": results.runs(task, base)[lr]}
     records |= {family: results.records_of(task, name) for family, name in names.items()}
     return {
-        who: score.over_seeds([score.time_to(target, r["curve"]["step"], r["curve"].get(KEY, [])) for r in of])
+        who: score.over_seeds([score.time_to(target, r["evaluated"], r["curve"].get(KEY, [])) for r in of])
         for who, of in records.items()
     }
 

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BASES, Results
@@ -28,16 +27,6 @@ BEFORE_KEEPING_STILL = "variant before keeping still /"
 
 BEFORE_GROWING = "variant before growing /"
 """The defaults before the stake could grow, up to commit e5cbdc7. Whatever is compared with them was made with them."""
-
-LONG_RUNS = {
-    "mechanic": "Mechanic",
-    "before calming": "Mechanic, before S was calmed",
-    "mechanic-paper": "Mechanic, paper preset",
-    "bare": "the base optimizer, tuned",
-}
-
-SMALLEST = 1e-16
-"""Losses below it, as shares of the first one, are all the same to a user."""
 
 AT_THE_LOOK = "variant at the look /"
 """The defaults when the held-out tasks were looked at, commit fa41979. What is recorded on them since has been seen."""
@@ -66,25 +55,6 @@ def choice(
             cells.append(f"{percent(before)} → {percent(after)}")
         rows.append([name, *cells])
     return table(["", *(BASES[base] for base in means)], rows)
-
-
-def long_runs(records: Iterable[dict[str, Any]]) -> str:
-    """In how many runs the loss comes back up after its minimum, and where it ends; one run per problem and base."""
-    runs: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {who: defaultdict(list) for who in LONG_RUNS}
-    for record in records:
-        numbers = {name: math.inf if record[name] is None else record[name] for name in ("largest_after", "last")}
-        if record["contender"] in runs:
-            runs[record["contender"]][record["problem"], record["base"]].append({**record, **numbers})
-    rows = []
-    for who, label in LONG_RUNS.items():
-        best = [min(of_case, key=lambda run: run["last"]) for of_case in runs[who].values()]
-        if not best:
-            continue
-        rises = [run for run in best if run["largest_after"] > 10 * max(run["minimum"], SMALLEST)]
-        high = [sum(run["largest_after"] > level for run in rises) for level in (1e-3, 1.0)]
-        rows.append([label, len(best), len(rises), *high, f"{statistics.median(run['last'] for run in best):.0e}"])
-    heads = ["runs", "more than tenfold", "… to 1e-3 of its start", "… above its start", "last loss, median"]
-    return table(["the loss comes back up", *heads], rows)
 
 
 growing = functools.partial(choice, without=BEFORE_GROWING, ours="mechanic", bases=BASES)

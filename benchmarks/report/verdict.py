@@ -15,7 +15,7 @@ from benchmarks.contest.plan import SEEDS
 from benchmarks.contest.points import POINTS, SHARED
 from benchmarks.contest.tasks import HORIZONS, JUDGED, LEFT_OUT, SEARCHED, judged_name, search_name
 from benchmarks.report.markdown import table
-from benchmarks.suite.record import Run, raised
+from benchmarks.suite.record import Run, evaluations, raised
 
 SLACKS = (0.02, 0.05)
 CLOCKS = {"steps": "steps", "cpu_seconds": "time"}
@@ -111,11 +111,10 @@ class Judgement:
 
 def _time_to(target: float, record: dict[str, Any], clock: str) -> float:
     """In steps, or in the CPU's seconds, of which every step is given the same share."""
-    curve = record["curve"]
-    steps = score.time_to(target, curve.get("step", []), curve.get("test_loss", []))
     if raised(record):
         return math.inf
-    return steps if clock == "steps" else steps * record[clock] / max(curve["step"][-1], 1)
+    steps = score.time_to(target, record["evaluated"], record["curve"].get("test_loss", []))
+    return steps if clock == "steps" else steps * record[clock] / max(record["evaluated"][evaluations(record) - 1], 1)
 
 
 def shown(found: score.Interval, sign: bool = False) -> str:

@@ -53,7 +53,7 @@ class Contender:
     lrs: tuple[float, ...] = ()  # where several are to be run all the same
     lines: tuple[str, ...] = ()  # the contenders that it is tuned as, one for each value of a second learning rate
     schedule: Callable[[float], float] | None = None  # of its own, in place of the task's
-    point: Mapping[str, float] = field(default_factory=dict)  # what of it was searched for; recorded
+    point: Mapping[str, float] = field(default_factory=dict)  # what of it was searched for
 
 
 def _bare(name: str) -> Build:

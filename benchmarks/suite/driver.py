@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from benchmarks.suite.partial import path_of
 from benchmarks.suite.plan import Pair, expected_runs, needed
 from benchmarks.suite.record import Run, raised, run_of
 from benchmarks.suite.recordbook import RecordBook
@@ -138,8 +137,6 @@ def drive(remaining: Work, book: RecordBook, pool: Pool) -> Outcome:
             book.add(*(found for _, found in finished if not isinstance(found, Exception)))
             for run, found in finished:
                 in_flight -= 1
-                if run in book.records:
-                    path_of(book.folder, run).unlink(missing_ok=True)
                 if isinstance(found, Exception):
                     failed[run] += 1
                     if failed[run] < ATTEMPTS:

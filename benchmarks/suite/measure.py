@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.suite.contenders import BY_ROLE, Contender
-from benchmarks.suite.loop import Batches, Training
-from benchmarks.suite.partial import Partial, path_of
+from benchmarks.suite.loop import Training, batches
 from benchmarks.suite.plan import Pair, find
 from benchmarks.suite.record import EVALUATED_AT, Run, environment
 from benchmarks.suite.task import IGNORED, Task
@@ -91,7 +89,7 @@ def _settle_batch_norms(task: Task, model: nn.Module) -> None:
     """Schedule-Free's authors advise this before evaluating at other weights than were trained at."""
     if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
         device = str(next(model.parameters()).device)
-        for _, (inputs, _) in zip(range(30), Batches(task, seed=0, device=device), strict=False):
+        for _, (inputs, _) in zip(range(30), batches(task, seed=0, device=device), strict=False):
             model(*inputs)
 
 
@@ -115,8 +113,6 @@ class Settings:
 
     commit: str | None = None
     on_gpu: bool = False
-    records: Path | None = None  # whose folder of partial runs is used; without it, none is
-    checkpoint_minutes: float = 10.0
     find: Callable[[Run], Pair] = find  # what a run is of
 
 
@@ -126,19 +122,14 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
     task, contender = settings.find(run)
     task.model(), task.data()  # what is missing here is no fault of the contender
     device = "cuda" if settings.on_gpu and task.on_gpu and torch.cuda.is_available() else "cpu"
-    origin = environment(settings.commit, device)
-    partial = None
-    if settings.records is not None:
-        partial = Partial(path_of(settings.records, run), origin, settings.checkpoint_minutes)
     progress, error = Progress(), {}
     try:
-        measure(task, contender, run.lr, run.seed, progress, device=device, partial=partial)
+        measure(task, contender, run.lr, run.seed, progress, device=device)
     except Exception as raised:
         if is_infrastructure(raised):
             raise
         error = {"error": f"{type(raised).__name__}: {raised}"[:300], "error_step": progress.step}
-    point = {"point": dict(contender.point)} if contender.point else {}
-    return {**vars(run), **point, **_found(task, progress), **error, **origin}
+    return {**vars(run), **_found(task, progress), **error, **environment(settings.commit, device)}
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -154,12 +145,11 @@ def measure(
     progress: Progress | None = None,
     *,
     device: str = "cpu",
-    partial: Partial | None = None,
 ) -> dict[str, Any]:
     """What a record has of a run; ``progress`` has what was found if this raises."""
     progress = progress or Progress()
     torch.set_grad_enabled(True)  # mechanic-pytorch leaves it off when it raises, and a worker has many runs
-    due = {round(share * task.steps) for share in task.evaluated_at or EVALUATED_AT}
+    due = evaluation_steps(task)
     start = time.perf_counter()
     training = Training(
         task if contender.schedule is None else replace(task, schedule=contender.schedule),
@@ -170,46 +160,28 @@ def measure(
         device=device,
     )
     average = _average_of(training.model) if contender.averages else None
-    if partial is not None and (state := partial.load()) is not None:
-        _continue(state, training, average, progress)
     cpu_start = time.process_time()  # without what is imported and built once
     for step, model, optimizer in training:
         progress.step = step
         if average is not None:
             average.step()
-        saves = partial is not None and partial.due()
-        if step not in due and not saves:
+        if step not in due:
             continue
         _wait_for(device)
         progress.seconds += time.perf_counter() - start
         progress.cpu_seconds += time.process_time() - cpu_start
-        if step in due:
-            with evaluation_point(task, model, optimizer, average) as judged:
-                point = {"step": step, **evaluate(task, judged if device == "cpu" else _FromCPU(judged))}
-            if isinstance(optimizer, Mechanic):
-                scales = optimizer.scales()
-                point["scale"] = statistics.median(scales.values())
-                if contender.name == BY_ROLE:
-                    point |= {f"scale of {role}": scale for role, scale in scales.items()}
-            progress.add(point)
-            if not math.isfinite(point["train_loss"]):
-                break  # what has diverged does not come back
-        if saves:
-            partial.save(_state(training, average, progress))
+        with evaluation_point(task, model, optimizer, average) as judged:
+            point = evaluate(task, judged if device == "cpu" else _FromCPU(judged))
+        if isinstance(optimizer, Mechanic):
+            scales = optimizer.scales()
+            point["scale"] = statistics.median(scales.values())
+            if contender.name == BY_ROLE:
+                point |= {f"scale of {role}": scale for role, scale in scales.items()}
+        progress.add(point)
+        if not math.isfinite(point["train_loss"]):
+            break  # what has diverged does not come back
         start, cpu_start = time.perf_counter(), time.process_time()
     return _found(task, progress)
-
-
-def _state(training: Training, average: Any, progress: Progress) -> dict[str, Any]:
-    averaged = None if average is None else average.state_dict()
-    return {"training": training.state_dict(), "average": averaged, "progress": vars(progress)}
-
-
-def _continue(state: dict[str, Any], training: Training, average: Any, progress: Progress) -> None:
-    training.load_state_dict(state["training"])
-    if average is not None:
-        average.load_state_dict(state["average"])
-    vars(progress).update(state["progress"])
 
 
 def _wait_for(device: str) -> None:
@@ -229,9 +201,15 @@ class _FromCPU(nn.Module):
         return self.model(*(part.to(device) for part in inputs)).cpu()
 
 
+def evaluation_steps(task: Task) -> list[int]:
+    return sorted({round(share * task.steps) for share in task.evaluated_at or EVALUATED_AT})
+
+
 def _found(task: Task, progress: Progress) -> dict[str, Any]:
     spent = {key: round(getattr(progress, key), 3) for key in ("seconds", "cpu_seconds")}
-    return {"steps": task.steps, **spent, "curve": progress.curve}
+    curve = {key: values for key, values in progress.curve.items() if key.startswith(task.curves)}
+    curve |= {key: v if len(v) <= 4 else [v[0], *v[-3:]] for key, v in progress.curve.items() if key in task.ends}
+    return {"evaluated": evaluation_steps(task), **spent, "curve": curve}
 
 
 def _average_of(model: nn.Module) -> Any:

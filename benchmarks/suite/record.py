@@ -54,9 +54,14 @@ def final(record: dict[str, Any], key: str = "train_loss") -> float:
     if raised(record):
         raise ValueError(f"{run_of(record)} raised, and has no final loss: {record['error']}")
     values = record["curve"].get(key, [])
-    if len(values) < len(EVALUATED_AT) or None in values:
+    if not values or evaluations(record) < len(record["evaluated"]) or None in values:
         return math.inf
     return sum(values[-3:]) / 3
+
+
+def evaluations(record: dict[str, Any]) -> int:
+    """How many there are: less than the task has where the run diverged or raised."""
+    return max(map(len, record["curve"].values()), default=0)
 
 
 def environment(commit: str | None, device: str = "cpu") -> dict[str, Any]:

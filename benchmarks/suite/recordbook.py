@@ -1,4 +1,4 @@
-"""Records of runs on disk, one file per task and one line per run."""
+"""Records of runs on disk, one file per task and one line per run. A line above says what several runs share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.suite.record import Run, run_of
 
 RECORDS = Path(__file__).parents[1] / "records"
+SHARED = ("task", "evaluated", "commit", "tuner", "machine", "versions")
 
 
 class RecordBook:
@@ -19,7 +20,8 @@ class RecordBook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[Run, dict[str, Any]] = {}
-        self._whole: dict[Path, int] = {}  # bytes of files that end in half a record
+        self._shared: dict[Path, dict[str, Any]] = {}  # by the last runs of a file
+        self._whole: dict[Path, int] = {}  # bytes of files that end in half a line
         for path in sorted(folder.glob("*.jsonl")):
             self._read(path)
 
@@ -30,8 +32,12 @@ class RecordBook:
             if not line.endswith(b"\n"):
                 break  # the driver was killed while it wrote this
             whole += len(line)
-            record = json.loads(line)
-            self.records[run_of(record)] = record
+            found = json.loads(line)
+            if "contender" in found:
+                record = {**self._shared[path], **found}
+                self.records[run_of(record)] = record
+            else:
+                self._shared[path] = found
         if whole < len(content):
             self._whole[path] = whole  # nothing is cut off before something is added: the driver may still live
 
@@ -41,7 +47,12 @@ class RecordBook:
         for record in records:
             if (run := run_of(record)) not in self.records:
                 self.records[run] = record
-                lines[self.folder / f"{run.task}.jsonl"].append(json.dumps(record, separators=(",", ":")) + "\n")
+                path = self.folder / f"{run.task}.jsonl"
+                shared = {key: record[key] for key in SHARED if key in record}
+                if shared != self._shared.get(path):
+                    self._shared[path] = shared
+                    lines[path].append(_line(shared))
+                lines[path].append(_line({key: value for key, value in record.items() if key not in SHARED}))
         self.folder.mkdir(parents=True, exist_ok=True)
         for path, new in lines.items():
             if path in self._whole:
@@ -50,3 +61,7 @@ class RecordBook:
                 file.writelines(new)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _line(found: dict[str, Any]) -> str:
+    return json.dumps(found, separators=(",", ":")) + "\n"

@@ -31,7 +31,6 @@ def run_suite(
     address: str | None,
     *,
     gpus_per_run: float = 0.0,
-    checkpoint_minutes: float = 10.0,
 ) -> Outcome:
     """Run what is not recorded of a suite."""
     book = RecordBook(folder)
@@ -45,7 +44,6 @@ def run_suite(
         book,
         address,
         gpus_per_run=gpus_per_run,
-        checkpoint_minutes=checkpoint_minutes,
     )
 
 
@@ -56,7 +54,6 @@ def run_work(
     address: str | None,
     *,
     gpus_per_run: float = 0.0,
-    checkpoint_minutes: float = 10.0,
     find: Callable[[Run], Pair] = find,
 ) -> Outcome:
     """Run what is left. ``work_without`` plans it without some tasks, by name: those whose data or models are missing.
@@ -78,7 +75,7 @@ def run_work(
         log_to_driver=False,
     )
     try:
-        settings = Settings(commit(), gpus_per_run > 0, book.folder.absolute(), checkpoint_minutes, find)
+        settings = Settings(commit(), gpus_per_run > 0, find)
         outcome = drive(remaining, book, RayPool(settings, gpus_per_run))
     finally:
         ray.shutdown()

@@ -41,10 +41,6 @@ def warm_up(share: float, then: Callable[[float], float]) -> Callable[[float], f
     return lambda done: done / share if done < share else then((done - share) / (1 - share))
 
 
-def inverse_root(share: float) -> Callable[[float], float]:
-    return lambda done: done / share if done < share else (share / done) ** 0.5
-
-
 def warm_up_stable_decay(done: float) -> float:
     return done / 0.05 if done < 0.05 else min(1.0, (1 - done) / 0.2)
 

@@ -63,4 +63,6 @@ class Task:
     on_gpu: bool = True  # False: on the CPU even where there is a GPU, as the environments of policies are
     evaluated: int = 1000  # samples of the train and of the test data that the evaluations see
     evaluated_at: tuple[float, ...] | None = None  # shares of the steps; None: as ``record.EVALUATED_AT``
+    curves: tuple[str, ...] = ("train_loss", "scale")  # recorded of every evaluation; with what begins so
+    ends: tuple[str, ...] = ("test_loss", "test_accuracy", "test_ece")  # recorded of the first and of the last three
     seconds: float = 10.0  # about, one run on one core

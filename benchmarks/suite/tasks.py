@@ -244,7 +244,8 @@ def _some(of: Task, count: int, steps: int) -> Task:
         chosen = torch.randperm(len(split.train[0]), generator=torch.Generator().manual_seed(0))[:count]
         return Split(tuple(tensor[chosen] for tensor in split.train), split.test)
 
-    return replace(of, name=f"{of.name}-{count}", data=functools.cache(few), steps=steps)
+    ends = (*of.ends, "train_accuracy")
+    return replace(of, name=f"{of.name}-{count}", data=functools.cache(few), steps=steps, ends=ends)
 
 
 _by_name = {task.name: task for task in [*IMAGES, *FINE_TUNING]}

@@ -1,8 +1,8 @@
 """The contest: its points, its methods, its plan in two stages, and how a point is chosen."""
 
 import collections
+import hashlib
 import json
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -14,57 +14,44 @@ from benchmarks.contest.methods import DEFAULTS, METHODS, OURS, contenders
 from benchmarks.contest.points import POINTS, SHARED, Knob, points
 from benchmarks.contest.tasks import HORIZONS, JUDGED, LEFT_OUT, SEARCHED, TASKS
 from benchmarks.suite import driver
-from benchmarks.suite.loop import Training
-from benchmarks.suite.measure import Settings, execute, measure
+from benchmarks.suite.measure import Settings, evaluation_steps, execute, measure
 from benchmarks.suite.record import run_of
 from benchmarks.suite.recordbook import RECORDS, RecordBook
 from benchmarks.suite.schedules import at_steps
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT
-from tests.benchmarks.runs import needs_data, raising
+from tests.benchmarks.runs import FakePool, needs_data, raising
 
 BEST = 7  # the number of the point that the made-up records favour
 
 
 def made_up(run, loss=None):
-    number = int(run.contender.partition("#")[2])
-    loss = 1.0 + abs(number - BEST) / 100 if loss is None else loss
-    task = TASKS[run.task]
-    steps = [round(share * task.steps) for share in task.evaluated_at]
-    losses = [3.0] * (len(steps) - 3) + [loss] * 3
-    return {
-        **vars(run),
-        "steps": task.steps,
-        "seconds": 2.0,
-        "cpu_seconds": 1.0,
-        "curve": {"step": steps, "test_loss": losses, "train_loss": losses},
-    }
+    loss = 1.0 + abs(int(run.contender.partition("#")[2]) - BEST) / 100 if loss is None else loss
+    evaluated = evaluation_steps(TASKS[run.task])
+    curve = {"test_loss": [3.0] * (len(evaluated) - 3) + [loss] * 3}
+    return {**vars(run), "evaluated": evaluated, "seconds": 2.0, "cpu_seconds": 1.0, "curve": curve}
 
 
 # The points.
 
 
-def test_a_knob_covers_its_range():
+def test_the_points_are_even_and_those_of_the_records():
     knob = Knob("weight_decay", 1e-3, 1.0, zeros=1 / 8)
     assert [knob.at(share) for share in (0.0, 0.12, 1 / 8, 9 / 16, 0.999999)] == [0.0, 0.0, 0.001, 0.0316, 1.0]
     assert [Knob("", choices=(0.0, 0.1)).at(share) for share in (0.0, 0.49, 0.5, 0.99)] == [0.0, 0.0, 0.1, 0.1]
-
-
-def test_the_points_are_even_and_always_the_same():
     found = points(Knob("lr", 1e-4, 1e-2))
     assert len(found) == POINTS == len({tuple(point.values()) for point in found})
     assert collections.Counter(point["warm_up"] for point in found) == dict.fromkeys((0.0, 0.02, 0.05, 0.1), 16)
     assert sum(point["weight_decay"] == 0 for point in found) == 8
     assert sum(point["lr"] < 1e-3 for point in found) == 32
-    expected = {"1-beta1": 0.0923, "1-beta2": 0.0231, "weight_decay": 0.0185, "warm_up": 0.02, "lr": 0.00817}
-    assert found[0] == expected
-
-
-def test_all_methods_get_the_same_points_but_for_a_knob_of_their_own():
     shared = [{knob.name: point[knob.name] for knob in SHARED} for point in points(None)]
-    for method in METHODS.values():
-        searched = method.points()[DEFAULTS + 1 :]
-        assert len(searched) == POINTS
-        assert [{knob.name: point[knob.name] for knob in SHARED} for point in searched] == shared
+    for method in METHODS.values():  # all get the same, but for a knob of their own
+        assert [{knob.name: point[knob.name] for knob in SHARED} for point in method.points()[DEFAULTS + 1 :]] == shared
+    everyone = json.dumps({name: dict(contender.point) for name, contender in contenders().items()})
+    assert hashlib.sha256(everyone.encode()).hexdigest()[:16] == "46bcbbdb3005e64a"  # a record has only its number
+    for run, record in RecordBook(RECORDS / plan.FOLDER).records.items():
+        task, contender = plan.find(run)
+        assert run.lr == contender.lr
+        assert record["evaluated"] == evaluation_steps(task)
 
 
 # The methods.
@@ -73,22 +60,17 @@ def test_all_methods_get_the_same_points_but_for_a_knob_of_their_own():
 @needs_data
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_at_its_authors_point_and_at_others(name):
-    task = replace(TASKS["mlp-diabetes-search"], steps=20)
+    method = METHODS[name]
+    task = replace(TASKS["mlp-diabetes-search"], steps=20, schedule=None)  # the methods bring their own
     for number in (DEFAULTS, 1):
-        found = measure(task, METHODS[name].contender(number), 1.0, seed=0)
-        assert found["curve"]["step"] == [0, 6, 12, 18, 19, 20]
+        found = measure(task, method.contender(number), 1.0, seed=0)
+        assert found["evaluated"] == [0, 6, 12, 18, 19, 20]
+        assert found["curve"].keys() == {"test_loss"}
         assert None not in found["curve"]["test_loss"]
         assert found["cpu_seconds"] > 0
-
-
-@needs_data
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_has_the_options_of_its_point(name):
-    task, method = TASKS["mlp-sin-search"], METHODS[name]
     for number in (DEFAULTS, 1, 2):
         point = method.points()[number]
-        optimizer = method.contender(number).build(task.model(), task, 1.0)
-        group = optimizer.param_groups[0]
+        group = method.contender(number).build(task.model(), task, 1.0).param_groups[0]
         assert group["betas"] == pytest.approx((1 - point["1-beta1"], 1 - point["1-beta2"]))
         assert group["weight_decay"] == point["weight_decay"]
         assert group["lr"] == point.get("lr", 1.0)
@@ -129,74 +111,34 @@ def test_the_schedules_are_the_methods_and_no_step_is_at_a_rate_of_0():
             assert (factors[-1] < 0.05) == decays
 
 
-@needs_data
-def test_a_contenders_schedule_replaces_the_tasks(monkeypatch):
-    seen = []
-    start = Training.__init__
-
-    def watched(self, task, *args, **kwargs):
-        seen.append(task.schedule)
-        start(self, task, *args, **kwargs)
-
-    monkeypatch.setattr(Training, "__init__", watched)
-    contender = METHODS["adamw"].contender(3)
-    measure(replace(TASKS["cnn-mnist-onecycle-search"], steps=1), contender, 1e-3, seed=0)
-    assert seen == [contender.schedule]
-
-
-# The tasks.
-
-
-def test_points_are_searched_on_development_tasks_and_judged_on_held_out_ones():
-    assert len(SEARCHED) >= 8
-    assert {*SEARCHED, *LEFT_OUT} == set(DEVELOPMENT)
-    assert JUDGED == HELD_OUT
-    for task in HELD_OUT:
-        whole = TASKS[f"{task}-3of3"]
-        assert [TASKS[f"{task}-{horizon}"].steps for horizon in HORIZONS] == [
-            round(whole.steps / 3),
-            round(2 * whole.steps / 3),
-            whole.steps,
-        ]
-
-
 # The plan.
 
 
-class Pool:
-    """Makes records at once."""
-
-    slots = 1000
-
-    def __init__(self, make=made_up):
-        self.make, self.started = make, []
-
-    def start(self, run):
-        self.started.append(run)
-        self.waiting = [*getattr(self, "waiting", []), run]
-
-    def finished(self):
-        runs, self.waiting = self.waiting, []  # all at once, for every record written alone takes time
-        return [(run, self.make(run)) for run in runs]
+def test_points_are_searched_on_development_tasks_and_judged_on_held_out_ones():
+    assert {*SEARCHED, *LEFT_OUT} == set(DEVELOPMENT)
+    assert JUDGED == HELD_OUT
+    for task in HELD_OUT:
+        whole = TASKS[f"{task}-3of3"].steps
+        lengths = [TASKS[f"{task}-{horizon}"].steps for horizon in HORIZONS]
+        assert lengths == [round(whole / 3), round(2 * whole / 3), whole]
 
 
-def drive(folder, pool, without=()):
-    book = RecordBook(folder)
-    outcome = driver.drive(plan.Contest(book, without=without), book, pool)
-    return outcome, book
+def drive(folder, without=()):
+    book, pool = RecordBook(folder), FakePool(made=made_up, at_once=500)  # every record written alone takes time
+    return driver.drive(plan.Contest(book, without=without), book, pool), book, list(pool.started)
 
 
 def test_nothing_is_judged_before_the_search_is_complete_and_then_only_what_was_chosen(tmp_path):
-    pool = Pool()
-    outcome, book = drive(tmp_path, pool)
+    outcome, book, started = drive(tmp_path)
     count = len(SEARCHED) * len(METHODS) * (POINTS + 1)
-    assert all(run.task.endswith("-search") for run in pool.started[:count])
-    judged = pool.started[count:]
+    searched, judged = started[:count], started[count:]
+    assert all(run.task.endswith("-search") for run in searched)
     assert not any(run.task.endswith("-search") for run in judged)
-    assert outcome.made == len(set(pool.started)) == count + len(JUDGED) * len(HORIZONS) * len(METHODS) * 2 * 3
+    assert outcome.made == len(set(started)) == count + len(JUDGED) * len(HORIZONS) * len(METHODS) * 2 * 3
     assert {run.contender for run in judged} == {f"{name} #{n}" for name in METHODS for n in (DEFAULTS, BEST)}
-    assert plan.Contest(book).ready() == []
     assert plan.Contest(book).count() == {}
+    without = drive(tmp_path / "without", without=["mlp-sin-search"])[-1]
+    assert all(run.task.endswith("-search") and run.task != "mlp-sin-search" for run in without)
 
 
 def test_a_contest_that_was_stopped_goes_on_where_it_was(tmp_path):
@@ -214,54 +156,6 @@ def test_a_contest_that_was_stopped_goes_on_where_it_was(tmp_path):
     assert plan.Contest(RecordBook(tmp_path)).seconds() == 2.0  # as was recorded of that task
 
 
-def test_without_a_task_of_the_search_nothing_is_judged(tmp_path):
-    pool = Pool()
-    drive(tmp_path, pool, without=["mlp-sin-search"])
-    assert all(run.task.endswith("-search") and run.task != "mlp-sin-search" for run in pool.started)
-
-
-def test_the_records_of_a_task_fit_into_a_mebibyte(tmp_path):
-    """With the longest of numbers, of a classification, and of ours, whose records have a scale as well."""
-    numbers = [0.00012345] * 6
-    keys = ("step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "test_ece", "scale")
-    origin = execute_origin()
-    run = plan.run_with(max((task for task in TASKS if "search" in task), key=len), "prodigy-plus-schedule-free", 64, 0)
-    record = made_up(run) | {"point": dict(contenders()[run.contender].point), "curve": dict.fromkeys(keys, numbers)}
-    line = json.dumps({**record, **origin}, separators=(",", ":"))
-    assert len(line) * len(METHODS) * (POINTS + 1) < 2**20
-
-
-def execute_origin():
-    from benchmarks.suite import record
-
-    return record.environment("abc12345+")
-
-
-@needs_data
-def test_a_run_is_recorded_with_its_point(monkeypatch):
-    monkeypatch.setitem(TASKS, "mlp-diabetes-search", replace(TASKS["mlp-diabetes-search"], steps=20))
-    run = plan.run_with("mlp-diabetes-search", OURS, 5, seed=0)
-    record = execute(run, Settings(find=plan.find))
-    assert run_of(record) == run
-    assert record["point"] == METHODS[OURS].points()[5]
-    assert json.loads(json.dumps(record))["curve"]["step"] == [0, 6, 12, 18, 19, 20]
-
-
-def test_workers_are_told_what_a_run_is_of():
-    """What is sent to another process is pickled."""
-    settings = pickle.loads(pickle.dumps(Settings(find=plan.find)))
-    run = plan.judged_runs(dict.fromkeys(METHODS, 1))[0]
-    task, contender = settings.find(run)
-    assert (task.name, contender.name, contender.lr) == (run.task, run.contender, run.lr)
-
-
-def test_every_recorded_point_is_the_one_of_today():
-    for run, record in RecordBook(RECORDS / plan.FOLDER).records.items():
-        task, contender = plan.find(run)
-        assert record["point"] == contender.point, run
-        assert record["steps"] == task.steps
-
-
 # The choice.
 
 
@@ -270,51 +164,39 @@ def records_of(loss_of):
 
 
 def test_a_point_is_chosen_by_the_mean_over_tasks_of_its_distance_to_the_best_of_all():
-    bad = SEARCHED[0]
+    bad, tasks = SEARCHED[0], len(SEARCHED)
 
     def loss_of(run):
         if run.contender == "adamw #1":  # best on all tasks but one, where it learns nothing
             return 50.0 if run.task == f"{bad}-search" else 1.0
-        if run.contender == "adamw #2":  # a little behind on all
-            return 1.02
-        return 2.0
+        return 1.02 if run.contender == "adamw #2" else 2.0  # a little behind on all
 
-    found = choice.by_point(records_of(loss_of))
+    records = records_of(loss_of)
+    found = choice.by_point(records)
     # The best of all is 1, but for the bad task, where it is 1.02; all start at 3.
-    tasks = len(SEARCHED)
     assert found["adamw"][1] == pytest.approx(1 / tasks)
     assert found["adamw"][2] == pytest.approx(0.01 * (tasks - 1) / tasks)
     assert found["nadamw"][3] == pytest.approx(0.5 * (tasks - 1) / tasks + 0.98 / 1.98 / tasks)
-    assert choice.chosen(records_of(loss_of))["adamw"] == 2
+    assert choice.chosen(records)["adamw"] == 2
+    partly = {run: record for run, record in records.items() if run.contender != "adamw #9"}
+    assert choice.chosen(partly) == choice.chosen({}) == {}  # before a task is complete
 
 
-def test_what_diverges_raises_or_stops_early_has_learned_nothing():
-    run = plan.run_with("mlp-sin-search", "adamw", 1, 0)
+@needs_data
+def test_what_diverges_raises_or_stops_early_has_learned_nothing(monkeypatch):
+    run = plan.run_with("mlp-diabetes-search", "adamw", 1, 0)
     whole = made_up(run)
     assert choice.final_loss(whole) == pytest.approx(1.06)
-    assert choice.final_loss(whole | {"error": "ValueError: no"}) == float("inf")
-    cut = {key: values[:-1] for key, values in whole["curve"].items()}
-    assert choice.final_loss(whole | {"curve": cut}) == float("inf")
-    broken = whole["curve"] | {"test_loss": [3.0, 2.0, None, 1.0, 1.0, 1.0]}
-    assert choice.final_loss(whole | {"curve": broken}) == float("inf")
-    assert choice.final_loss(whole | {"curve": {}}) == float("inf")
+    for curve in ([3.0] * 5, [3.0, 2.0, None, 1.0, 1.0, 1.0], []):
+        assert choice.final_loss(whole | {"curve": {"test_loss": curve}}) == float("inf")
     assert choice.behind(float("inf"), 1.0, 3.0) == choice.behind(9.0, 1.0, 3.0) == 1.0
     assert choice.behind(2.0, 1.0, 3.0) == 0.5
     assert choice.behind(2.0, 2.0, 1.0) == 0.0  # nobody learns anything
 
-
-def test_no_point_is_chosen_before_a_task_is_complete():
-    records = records_of(lambda run: 1.0)
-    assert choice.chosen({}) == {}
-    partly = {run: record for run, record in records.items() if run.contender != "adamw #9"}
-    assert choice.chosen(partly) == {}
-
-
-@needs_data
-def test_a_method_that_raises_is_recorded_and_the_plan_goes_on(monkeypatch):
     broken = replace(raising(ZeroDivisionError), name="adamw #1", schedule=lambda done: 1.0)
     monkeypatch.setitem(contenders(), "adamw #1", broken)
-    monkeypatch.setitem(TASKS, "mlp-diabetes-search", replace(TASKS["mlp-diabetes-search"], steps=20))
-    record = execute(plan.run_with("mlp-diabetes-search", "adamw", 1, 0), Settings(find=plan.find))
+    monkeypatch.setitem(TASKS, run.task, replace(TASKS[run.task], steps=20))
+    record = execute(run, Settings(find=plan.find))
+    assert run_of(record) == run
     assert record["error_step"] == 2
     assert choice.final_loss(record) == float("inf")

@@ -1,13 +1,12 @@
 """Every number in the text of the page on results is taken from a generated table, or is one that defines something."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks.report.results import BASES, FAMILIES
+from tests.benchmarks.runs import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NOT_TEXT = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

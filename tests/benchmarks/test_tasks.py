@@ -1,4 +1,4 @@
-"""The wider suite's tasks: all there, repeatable, finite; and what an evaluation finds."""
+"""The tasks and our own pieces of them: all there, repeatable, finite; and what an evaluation finds."""
 
 import math
 from dataclasses import replace
@@ -12,68 +12,58 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 from benchmarks.suite import schedules
-from benchmarks.suite.loop import Batches, Training
+from benchmarks.suite.contenders import CONTENDERS
+from benchmarks.suite.loop import Training, batches
 from benchmarks.suite.lora import Adapted, adapt
 from benchmarks.suite.losses import squares
-from benchmarks.suite.measure import _evaluation_batches, calibration_error, evaluate
+from benchmarks.suite.measure import _evaluation_batches, calibration_error, evaluate, measure
+from benchmarks.suite.schedule_free_plus import AdamScheduleFreePlus
 from benchmarks.suite.split import DEVELOPMENT, HELD_OUT, SPLIT
 from benchmarks.suite.tasks import TASKS
 from benchmarks.suite.wider import NEW_KINDS
 from tests.benchmarks.runs import needs_data
 
 PRETRAINED = {"lora-banking77", "lora-gutenberg"}  # what they adapt takes minutes to train where it is not kept
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def losses_of(task, steps):
-    task = replace(task, steps=steps)
-    return [evaluate(task, model) for _, model, _ in Training(task, adamw, seed=0)]
+SPLIT_UP = [
+    pytest.param(name, marks=pytest.mark.slow) if name in PRETRAINED else name for name in (*DEVELOPMENT, *HELD_OUT)
+]
 
 
 def test_the_split_names_forty_distinct_tasks_and_all_are_there():
-    assert len(SPLIT) == 20
-    assert len({*DEVELOPMENT, *HELD_OUT}) == 40
-    assert {*DEVELOPMENT, *HELD_OUT} <= TASKS.keys()
-    assert {task.name for task in NEW_KINDS} <= {*DEVELOPMENT, *HELD_OUT}
+    names = {*DEVELOPMENT, *HELD_OUT}
+    assert (len(SPLIT), len(names)) == (20, 40)
+    assert {task.name for task in NEW_KINDS} <= names <= TASKS.keys()
 
 
 @needs_data
-@pytest.mark.parametrize("name", [name for name in (*DEVELOPMENT, *HELD_OUT) if name not in PRETRAINED])
+@pytest.mark.parametrize("name", SPLIT_UP)
 def test_a_task_trains_and_evaluates_finitely_and_a_seed_repeats(name):
-    task = replace(TASKS[name], evaluated=32)
-    found = losses_of(task, steps=3)
-    assert found == losses_of(task, steps=3)
+    task = replace(TASKS[name], evaluated=32, steps=3)
+
+    def losses():
+        training = Training(task, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), seed=0)
+        return [evaluate(task, model) for _, model, _ in training]
+
+    found = losses()
+    assert found == losses()
     assert found[0] != found[-1]
     classifies = {"train_loss", "test_loss", "train_accuracy", "test_accuracy", "test_ece"}
     for point in found:
         assert point.keys() == (classifies if task.judged_by is None else {"train_loss", "test_loss"})
-        assert all(math.isfinite(value) for value in point.values())
-
-
-@needs_data
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PRETRAINED))
-def test_adapters_train_and_evaluate_finitely_and_a_seed_repeats(name):
-    test_a_task_trains_and_evaluates_finitely_and_a_seed_repeats(name)
+        assert all(map(math.isfinite, point.values()))
 
 
 @needs_data
 @pytest.mark.parametrize("name", ["convex-iris", "gpt-shakespeare"])
-def test_a_classification_is_evaluated_as_before_and_its_calibration_is_new(name):
+def test_a_classification_is_evaluated_as_torch_does(name):
     task = replace(TASKS[name], evaluated=64)
-    torch.manual_seed(0)
     model = task.model()
     found = evaluate(task, model)
     with torch.no_grad():
         for part, (inputs, targets) in _evaluation_batches(task).items():
-            logits = model(*inputs).flatten(0, -2)
-            assert found.pop(f"{part}_loss") == nn.functional.cross_entropy(logits, targets.flatten()).item()
-            right = logits.argmax(-1) == targets.flatten()
-            assert found.pop(f"{part}_accuracy") == right.float().mean().item()
-    assert found.keys() == {"test_ece"}
+            logits, targets = model(*inputs).flatten(0, -2), targets.flatten()
+            assert found[f"{part}_loss"] == nn.functional.cross_entropy(logits, targets).item()
+            assert found[f"{part}_accuracy"] == (logits.argmax(-1) == targets).float().mean().item()
 
 
 @needs_data
@@ -81,10 +71,18 @@ def test_tasks_train_on_another_device():
     """Here the meta device, which has no numbers but raises if it meets a tensor of the CPU."""
     for task in NEW_KINDS:
         if task.on_gpu:
-            task.loss(task.model().to("meta"), next(Batches(task, seed=0, device="meta"))).backward()
+            task.loss(task.model().to("meta"), next(batches(task, seed=0, device="meta"))).backward()
 
 
 @needs_data
+def test_on_a_device_of_another_name_the_same_is_found():
+    """Of a contender that evaluates at other weights than it trains at, and a model with batch norms."""
+    task, contender = replace(TASKS["resnet-cifar10"], steps=20), CONTENDERS["schedule-free sgd"]
+    here, there = (measure(task, contender, contender.lr, seed=0, device=device) for device in ("cpu", "cpu:0"))
+    assert here["curve"] == there["curve"]
+    assert all(map(math.isfinite, here["curve"]["train_loss"]))
+
+
 def test_a_broken_policy_has_no_return():
     task = TASKS["policy-cartpole"]
     model = task.model()
@@ -122,7 +120,7 @@ def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
     assert all(one.equal(other) for one, other in zip(model.buffers(), frozen, strict=True))
 
 
-def test_one_cycle_is_torchs():
+def test_one_cycle_is_torchs_and_warm_up_stable_decay_has_three_parts():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=1001, cycle_momentum=False)
     for step in range(1000):
@@ -130,9 +128,31 @@ def test_one_cycle_is_torchs():
         # torch's peak is one step before 30 % of all.
         assert optimizer.param_groups[0]["lr"] == pytest.approx(schedules.one_cycle(step / 1000), abs=0.005)
         cycle.step()
+    shares = {0.0: 0.0, 0.025: 0.5, 0.05: 1.0, 0.5: 1.0, 0.8: 1.0, 0.9: 0.5, 1.0: 0.0}
+    assert {share: schedules.warm_up_stable_decay(share) for share in shares} == pytest.approx(shares)
 
 
-def test_warm_up_stable_decay_has_three_parts():
-    shares = (0.0, 0.025, 0.05, 0.5, 0.8, 0.9, 1.0)
-    expected = [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
-    assert [schedules.warm_up_stable_decay(share) for share in shares] == pytest.approx(expected)
+def test_schedule_free_plus_follows_its_rule():
+    """The loss is y^2 / 2; in one dimension everything can be written down."""
+    p = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    optimizer = AdamScheduleFreePlus([p])
+    x = y = z = 2.0
+    mean = square = weights = largest = 0.0
+    for step in range(1, 20):
+        loss, grad = y * y / 2, y
+        lr = max(0.0, loss + 0.9 * grad * (z - x)) / (math.sqrt(math.pi / 2) * abs(grad))
+        mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
+        z -= lr * mean / (1 - 0.9**step) / (math.sqrt(square / (1 - 0.95**step)) + 1e-8)
+        largest = max(largest, lr)
+        weights += largest**2
+        x += largest**2 / weights * (z - x)
+        y = 0.9 * x + 0.1 * z
+        p.grad = p.detach().clone()
+        optimizer.step(lambda loss=loss: loss)
+        assert p.item() == pytest.approx(y, rel=1e-12)
+    optimizer.eval()
+    assert p.item() == pytest.approx(x, rel=1e-12)
+    optimizer.train()
+    assert p.item() == pytest.approx(y, rel=1e-12)
+    with pytest.raises(ValueError, match="closure that returns the loss"):
+        optimizer.step()
