@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mechanic.config import TunerConfig
 from mechanic.jax.rounding import is_half_precision
@@ -15,17 +14,6 @@ from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import scales_shape
 
 _LEAVE_OUT = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
-
-
-def refuse_peak_lr(peak_lr: Any) -> None:
-    """Raise unless it is one positive, finite number. Of a traced one only the shape is known."""
-    if isinstance(peak_lr, jax.core.Tracer):
-        is_suitable = peak_lr.shape == ()
-    else:
-        number = np.asarray(peak_lr)
-        is_suitable = number.shape == () and number.dtype.kind in "iuf" and bool(0 < number < np.inf)
-    if not is_suitable:
-        raise ValueError(f"peak_lr must be a positive learning rate, got {peak_lr}")
 
 
 def refuse_other_labels(state: MechanicState, names: Collection[str]) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mechanic.jax.noise import Noise
-from mechanic.jax.rounding import working_dtype
+from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, working_dtype
 from mechanic.jax.shards import on_automatic_axes
 
 BLOCK = 256
@@ -97,6 +97,26 @@ def encode(values: jax.Array, dtype: DTypeLike, noise: Noise | None = None) -> t
         bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise.low_bits(values.shape)
         return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16), None
     return values.astype(dtype), None
+
+
+def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Zeros in a buffer of their own, sharded like the parameter.
+
+    They are computed from the parameter, since under ``jit`` ``jnp.zeros_like`` does not keep the sharding:
+    https://github.com/jax-ml/jax/issues/16080. No number is both equal and unequal to itself, NaN included.
+    """
+    return jnp.logical_and(param == param, param != param).astype(dtype)
+
+
+def zero_delta(param: jax.Array, choice: str | None) -> tuple[jax.Array, jax.Array | None]:
+    """Codes and scales of a Delta of zeros."""
+    return encode(_zeros_like(param, working_dtype(param.dtype)), dtype_of_delta(param.dtype, choice))
+
+
+def zero_residuals(params: Any) -> Any:
+    """For half-precision parameters; None where there are none."""
+    residuals = jax.tree.map(lambda p: _zeros_like(p, RESIDUAL_DTYPE) if is_half_precision(p.dtype) else None, params)
+    return residuals if jax.tree.leaves(residuals) else None
 
 
 def _decode_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:

@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 
 from mechanic.config import TunerConfig
 from mechanic.jax.advance import Factors, advance
-from mechanic.jax.bases import refuse_parts_of_matrices, refuse_unsuitable
+from mechanic.jax.bases import injected_peak, refuse_parts_of_matrices, refuse_unsuitable, told_peak
 from mechanic.jax.leaves import Leaves
-from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_peak_lr, refuse_untrainable
-from mechanic.jax.rounding import RESIDUAL_DTYPE, is_half_precision, widen, working_dtype
+from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_untrainable
+from mechanic.jax.rounding import widen
 from mechanic.jax.state import MechanicState, PyTree
-from mechanic.jax.storage import dtype_of_delta, encode, name_of_choice
+from mechanic.jax.storage import name_of_choice, zero_delta, zero_residuals
 from mechanic.jax.sums import measure
 from mechanic.jax.tuners import rows_of
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
@@ -27,7 +27,7 @@ def mechanize(
     base: optax.GradientTransformation,
     *,
     config: TunerConfig | Mapping[str, Any] | None = None,
-    peak_lr: float | jax.Array = 1.0,
+    peak_lr: float | jax.Array | None = None,
     schedule: optax.Schedule | None = None,
     labels: PyTree | Callable[[PyTree], PyTree] | None = None,
     axis_name: Hashable | None = None,
@@ -57,13 +57,13 @@ def mechanize(
         base: any transformation whose updates are added to the parameters. Refused at ``init``: those that choose the
             size of their own steps (Prodigy, line searches) or keep iterates of their own (Schedule-Free, Lookahead).
         config: a :class:`mechanic.TunerConfig` or a dict of its fields. By default ``TunerConfig()``.
-        peak_lr: the learning rate that the base was built with, or the peak of its schedule. Optax does not show it, so
-            it must be given unless it is 1, the default: ``mechanize(optax.adamw(3e-4), peak_lr=3e-4)`` and
-            ``mechanize(optax.adamw(1.0))`` train alike. With a wrong value S is not the learning rate, and the config's
-            ``decay`` has another weight. It must be positive; the value of a traced one cannot be checked.
-        schedule: the schedule inside the base, if it has one; by default None. Optax does not show it either. With it,
-            S settles as the learning rate falls, and nothing moves at a learning rate of 0. Without it, S goes on
-            moving the parameters at the end of the run. Its size does not matter.
+        peak_lr: the learning rate that the base was built with. Needed only for a constant one other than 1, which
+            Optax does not show: ``mechanize(optax.adamw(3e-4), peak_lr=3e-4)`` and ``mechanize(optax.adamw(1.0))``
+            train alike. By default it is the peak of ``schedule``, the number in ``optax.inject_hyperparams``, or 1.
+            With a wrong value S is not the learning rate.
+        schedule: the schedule inside the base, if it has one; Optax does not show it either. With it, S settles as the
+            learning rate falls, and nothing moves at a learning rate of 0. Without it, S goes on moving the parameters
+            at the end of the run.
         labels: which parameters have a tuner of their own: a name for every part of the parameters, as a pytree prefix
             or a function that returns one, as for ``optax.partition``. By default None: all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are
@@ -96,9 +96,9 @@ def mechanize(
     """
     if not isinstance(base, optax.GradientTransformation):
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
-    refuse_peak_lr(peak_lr)
     if schedule is not None and not callable(schedule):
         raise TypeError(f"schedule must be the schedule inside the base, a function of the step, got {schedule!r}")
+    peak = told_peak(peak_lr, schedule)
     choice = name_of_choice(delta)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
@@ -114,12 +114,12 @@ def mechanize(
         dtype = jnp.result_type(float)  # float64 where x64 is enabled: 1 - 0.999999 leaves one digit of a float32
         return MechanicState(
             scale={name: jnp.zeros((), dtype) for name in names},
-            delta=jax.tree.map(lambda p: _zero_delta(p, choice)[0], params),
-            delta_scales=jax.tree.map(lambda p: _zero_delta(p, choice)[1], params) if choice == "int8" else None,
-            residual=_zero_residuals(params),
+            delta=jax.tree.map(lambda p: zero_delta(p, choice)[0], params),
+            delta_scales=jax.tree.map(lambda p: zero_delta(p, choice)[1], params) if choice == "int8" else None,
+            residual=zero_residuals(params),
             tuner=TunerState(*(jnp.zeros((len(names), len(tuner_config.betas)), dtype) for _ in TunerState._fields)),
             base=base_state,
-            peak_lr=jnp.asarray(peak_lr, dtype),
+            peak_lr=jnp.asarray(injected_peak(base_state) if peak is None else peak, dtype),
             count=jnp.zeros((), jnp.int32),
         )
 
@@ -134,11 +134,12 @@ def mechanize(
         return tuned, delta_retention(tuner, tuned, tuner_config, jnp, rate)
 
     def step_base(
-        leaves: Leaves, grads: Sequence[jax.Array], base_state: PyTree, extra_args: Mapping[str, Any]
+        leaves: Leaves, grads: Sequence[jax.Array], state: MechanicState, extra_args: Mapping[str, Any]
     ) -> tuple[list[jax.Array], PyTree]:
-        """The base's update u, divided by ``peak_lr``, and its new state."""
-        proposed, base_state = base.update(leaves.tree(grads), base_state, leaves.tree(leaves.values), **extra_args)
-        return [u / jnp.asarray(peak_lr, u.dtype) for u in leaves.like(proposed, "base's update")], base_state
+        """The base's update u, divided by the peak learning rate, and its new state."""
+        proposed, base_state = base.update(leaves.tree(grads), state.base, leaves.tree(leaves.values), **extra_args)
+        divisor = state.peak_lr if peak is None else peak
+        return [u / jnp.asarray(divisor, u.dtype) for u in leaves.like(proposed, "base's update")], base_state
 
     def step(
         updates: optax.Updates,
@@ -156,9 +157,10 @@ def mechanize(
         refuse_other_labels(state, leaves.names)
         refuse_other_betas(state, tuner_config)
         scale = jnp.stack([state.scale[name] for name in leaves.names])  # S, [tuners]
-        new_state = state._replace(peak_lr=_as_given(peak_lr, state.peak_lr), count=optax.safe_increment(state.count))
+        unit = state.peak_lr if peak is None else _as_given(peak, state.peak_lr)
+        new_state = state._replace(peak_lr=unit, count=optax.safe_increment(state.count))
         if state.delta is None or state.tuner is None:  # frozen
-            u, base_state = step_base(leaves, grads, state.base, extra_args)
+            u, base_state = step_base(leaves, grads, state, extra_args)
             return leaves.move(leaves.scaled(scale, u), new_state._replace(base=base_state))
 
         feedback, unobserved = grads, []
@@ -174,7 +176,7 @@ def mechanize(
         # NaN and inf would stay in the base's moments for ever, so a tuner with such gradients gives it zeros.
         finite = jnp.isfinite(sums[:, SUMS.index("grad_sq") if observed is None else -1])  # [tuners]
         grads = [jnp.where(finite[row], g, 0) for g, row in zip(grads, leaves.rows, strict=True)]
-        u, base_state = step_base(leaves, grads, state.base, extra_args)
+        u, base_state = step_base(leaves, grads, state, extra_args)
 
         factors = Factors.between(scale, new_scale, retention)
         steps, new_delta, delta_scales = advance(leaves, state, u, factors, choice, axis_name)
@@ -212,26 +214,6 @@ def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
     if not any(is_masked(node) for node in jax.tree.leaves(params, is_leaf=is_masked)):
         return observed
     return jax.tree.map(lambda p, leaf: p if is_masked(p) else leaf, params, observed, is_leaf=is_masked)
-
-
-def _zeros_like(param: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Zeros in a buffer of their own, sharded like the parameter.
-
-    They are computed from the parameter, since under ``jit`` ``jnp.zeros_like`` does not keep the sharding:
-    https://github.com/jax-ml/jax/issues/16080. No number is both equal and unequal to itself, NaN included.
-    """
-    return jnp.logical_and(param == param, param != param).astype(dtype)
-
-
-def _zero_delta(param: jax.Array, choice: str | None) -> tuple[jax.Array, jax.Array | None]:
-    """Codes and scales."""
-    return encode(_zeros_like(param, working_dtype(param.dtype)), dtype_of_delta(param.dtype, choice))
-
-
-def _zero_residuals(params: PyTree) -> PyTree | None:
-    """For half-precision parameters; None where there are none."""
-    residuals = jax.tree.map(lambda p: _zeros_like(p, RESIDUAL_DTYPE) if is_half_precision(p.dtype) else None, params)
-    return residuals if jax.tree.leaves(residuals) else None
 
 
 def _without_shared_buffers(state: PyTree, params: PyTree) -> PyTree:
