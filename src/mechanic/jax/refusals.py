@@ -34,8 +34,22 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
         )
 
 
-def refuse_untrainable(params: PyTree) -> None:
-    """Raise where a parameter is an integer or a float of 8 bits or fewer: small steps cannot be added to it."""
+def trainable(params: PyTree) -> PyTree:
+    """The parameters as JAX arrays.
+
+    Raises where one is none, or an integer or a float of 8 bits or fewer: small steps cannot be added to it.
+    """
+
+    def as_array(path: Any, leaf: Any) -> jax.Array:
+        try:
+            return jnp.asarray(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{_name(path)} is a {type(leaf).__name__}, not an array; pass the trained arrays alone, with Equinox "
+                "eqx.filter(model, eqx.is_inexact_array)"
+            ) from None
+
+    params = jax.tree.map_with_path(as_array, params)
     for path, leaf in jax.tree.leaves_with_path(params):
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
         if not is_float or jnp.finfo(leaf.dtype).bits < 16:
@@ -43,6 +57,7 @@ def refuse_untrainable(params: PyTree) -> None:
                 f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
                 f"leave it out, for instance with {_LEAVE_OUT}{', or store it in bfloat16' if is_float else ''}"
             )
+    return params
 
 
 def refuse_other_params(state: MechanicState, params: PyTree) -> None:

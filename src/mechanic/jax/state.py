@@ -41,6 +41,10 @@ class MechanicState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # int32, as in Optax's own states; a tuple has a method of this name
     delta_scales: PyTree | None = None
 
+    def __repr__(self) -> str:
+        learned = ", ".join(f"{name}: {value}" for name, value in self.scale.items())
+        return f"MechanicState(S = {{{learned}}}, count={self.count}{', frozen' if self.tuner is None else ''})"
+
 
 def scales(state: PyTree) -> dict[str, jax.Array]:
     """The learned learning rate of every tuner by its name: S, which the base's peak learning rate stands for.
@@ -145,7 +149,8 @@ def _by_name(state: PyTree, read: Callable[[MechanicState], dict[str, jax.Array]
                 "pass the state of one of them, or name their tuners apart with labels="
             )
         by_name |= read(found)
-    return by_name
+    # Flax nnx keeps its own variables in the state of an optimizer.
+    return {name: jnp.asarray(value) if hasattr(value, "__jax_array__") else value for name, value in by_name.items()}
 
 
 def warn_unless_last(state: PyTree) -> None:
@@ -157,9 +162,8 @@ def warn_unless_last(state: PyTree) -> None:
     nodes = jax.tree.leaves(state, is_leaf=lambda node: _is_ours(node) or _is_chain_with_others_after_ours(node))
     if any(_is_chain_with_others_after_ours(node) for node in nodes):
         warnings.warn(
-            "something stands after mechanize in optax.chain. It changes updates that have to reach the parameters as "
-            "they are, and S can grow without bound. mechanize stands last; put clipping and everything else before "
-            "it: optax.chain(optax.clip_by_global_norm(1.0), mechanize(base)). "
+            "another transformation follows mechanize in optax.chain and changes its updates. Make mechanize the last "
+            "element: optax.chain(optax.clip_by_global_norm(1.0), mechanize(base)). "
             "(If this is a tuple of states of several optimizers, pass one of them.)",
             UserWarning,
             stacklevel=3,

@@ -14,7 +14,7 @@ from mechanic.config import TunerConfig
 from mechanic.jax.advance import Factors, advance
 from mechanic.jax.bases import injected_peak, refuse_parts_of_matrices, refuse_unsuitable, told_peak
 from mechanic.jax.leaves import Leaves
-from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, refuse_untrainable
+from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, trainable
 from mechanic.jax.rounding import widen
 from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import name_of_choice, zero_delta, zero_residuals
@@ -104,8 +104,7 @@ def mechanize(
     base = optax.with_extra_args_support(base)
 
     def init(params: optax.Params) -> MechanicState:
-        params = jax.tree.map(jnp.asarray, params)
-        refuse_untrainable(params)
+        params = trainable(params)
         base_state = _without_shared_buffers(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         if axis_name is not None:

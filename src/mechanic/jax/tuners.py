@@ -40,6 +40,13 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
         return Rows(names, ())  # optax.tree.map_params calls init with a placeholder that has no leaves
     try:
         spread = jax.tree.map(lambda label, below: jax.tree.map(lambda _: str(label), below), prefix, params)
-    except ValueError as error:
-        raise ValueError(f"labels must be a prefix of the parameters, with a name at every leaf: {error}") from None
+    except ValueError:
+        labelled = [path for path, _ in jax.tree.leaves_with_path(prefix)]
+        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+        unnamed = [path for path in paths if not any(path[: len(start)] == start for start in labelled)]
+        problem = f"have none for {jax.tree_util.keystr(unnamed[0])}" if unnamed else "name what is no parameter"
+        raise ValueError(
+            "labels must have a name for every part of the parameters, or be a function that returns such a tree; "
+            f"these {problem}"
+        ) from None
     return Rows(names, tuple(names.index(label) for label in jax.tree.leaves(spread)))
