@@ -1,5 +1,7 @@
 """Half-precision parameters train, also where Optax's mechanize stands still."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from mechanic.jax import mechanize, scale
 from mechanic.jax.rounding import update_towards, value_of
-from tests.jax.task import mlp, same_bits, stepper, train, train_loss
+from tests.jax.task import mlp, same_bits, train, train_loss
 
 HALF = [jnp.bfloat16, jnp.float16]
 
@@ -70,33 +72,20 @@ def test_a_parameter_that_others_have_written_is_taken_as_it_stands():
     np.testing.assert_array_equal(value_of(param.at[1].set(0.25), residual)[1], 0.25)
 
 
-@pytest.mark.parametrize(
-    ("base", "dtype"), [(optax.adamw, jnp.bfloat16), (optax.sgd, jnp.float16), (optax.lion, jnp.bfloat16)]
-)
-def test_half_precision_ends_where_float32_does(base, dtype):
-    def ends_at(dtype):
-        optimizer = mechanize(base(optax.cosine_decay_schedule(1.0, 300)))
-        params, state = train(mlp(hidden=16, dtype=dtype), optimizer, 300)
-        assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
-        return train_loss(params), float(scale(state))
+@functools.cache
+def end_of_training(dtype):
+    """The loss and S."""
+    params, state = train(mlp(16, dtype), mechanize(optax.adamw(optax.cosine_decay_schedule(1.0, 300))), 300)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
+    return train_loss(params), float(scale(state))
 
-    (loss, s), (wide_loss, wide_s) = ends_at(dtype), ends_at(jnp.float32)
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_ends_where_float32_does(dtype):
+    (loss, s), (wide_loss, wide_s) = end_of_training(dtype), end_of_training(jnp.float32)
     assert loss == pytest.approx(wide_loss, rel=0.25, abs=0.01)
     assert s == pytest.approx(wide_s, rel=0.25)
-
-
-def test_wide_leaves_among_half_ones_keep_no_residual():
-    params = mlp(dtype=jnp.bfloat16)
-    params["last"] = mlp()["last"]
-    optimizer = mechanize(optax.adamw(1.0))
-    state = optimizer.init(params)
-    assert [leaf.shape for leaf in jax.tree.leaves(state.residual)] == [(64, 32)]
-    step = stepper(optimizer, donate_argnums=(0, 1))
-    start = train_loss(params)
-    trained, state = train(params, optimizer, 60, state=state, step=step)
-    assert step._cache_size() == 1
-    assert train_loss(trained) < start / 1.5
-    assert jax.tree.leaves(optimizer.init(mlp()).residual) == []
 
 
 def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
@@ -109,6 +98,7 @@ def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
     assert layout.delta == layout.residual == layout.base[0].mu == names
 
 
+@pytest.mark.long
 def test_two_steps_in_one_program_are_two_steps():
     """Between them XLA may keep a parameter in more bits than it has.
 
@@ -132,6 +122,7 @@ def test_two_steps_in_one_program_are_two_steps():
     assert same_bits(together, apart)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lr", "dtype", "width"),
     [(1e-4, jnp.float32, 32), (1e-3, jnp.bfloat16, 8), (1.0, jnp.float16, 32)],
