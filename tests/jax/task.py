@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
+from benchmarks.speed import jax_step
 from mechanic.jax import mechanize
 
 PLAIN = mechanize(optax.sgd(1.0))
@@ -92,6 +93,12 @@ def train(params, optimizer, steps, *, state=None, first=0, step=None):
 def learned(optimizer, steps=20):
     """The parameters and the state after some steps."""
     return train(mlp(hidden=4), optimizer, steps)
+
+
+@functools.cache
+def cost_of(name):
+    """Of a step of this name on ten matrices, as the compiler counts it, per parameter."""
+    return jax_step.cost_of(jax_step.build(name, side=100))
 
 
 def avals(tree):

@@ -111,26 +111,17 @@ def test_training_comes_as_far_and_ends_where_the_learning_rate_does(delta):
     assert same_bits(moved, params)
 
 
-# One step.
-
-
-@functools.cache
-def before_a_step_of_sgd(delta):
-    """In float64, and nothing is forgotten, so that a difference of Deltas is the update."""
-    optimizer, params = mechanize(optax.sgd(1.0), delta=delta, config={"forgetting": 0.0}), mlp(4, jnp.float64)
-    state = optimizer.init(params)
-    for t in range(10):
-        params, state = mover(optimizer)(gradient_of(params, *batch(t)), state, params)
-    return optimizer, params, state
-
-
 @pytest.mark.long
 @rounded
 def test_parameters_move_by_the_delta_that_is_not_yet_rounded_and_it_is_stored_within_a_gap(delta):
+    """In float64, and nothing is forgotten, so that a difference of Deltas is the update."""
     with jax.enable_x64(True):
-        optimizer, params, state = before_a_step_of_sgd(delta)
+        optimizer, params = mechanize(optax.sgd(1.0), delta=delta, config={"forgetting": 0.0}), mlp(4, jnp.float64)
+        step, state = mover(optimizer), optimizer.init(params)
+        for t in range(10):
+            params, state = step(gradient_of(params, *batch(t)), state, params)
         grads = {**gradient_of(params, *batch(10)), "last": jnp.zeros_like(params["last"])}
-        moved, after = mover(optimizer)(grads, state, params)
+        moved, after = step(grads, state, params)
         s, new_s = float(scale(state)), float(scale(after))
         assert s != new_s
         for name, x in params.items():
@@ -139,20 +130,7 @@ def test_parameters_move_by_the_delta_that_is_not_yet_rounded_and_it_is_stored_w
             np.testing.assert_allclose(moved[name], x + new_s * expected - s * d, rtol=0, atol=1e-12)
             assert np.abs(new_d - expected).max() <= GAP[delta] * np.abs(expected).max()
             assert np.array_equal(new_d, expected) == (name == "last")  # which had no update
-
-
-@pytest.mark.long
-@rounded
-def test_observed_and_bad_gradients(delta):
-    with jax.enable_x64(True):
-        optimizer, params, state = before_a_step_of_sgd(delta)
-        grads, held_out = gradient_of(params, *batch(30)), gradient_of(params, *batch(31))
-        _, expected = mover(optimizer)(held_out, state, params)
-        _, after = mover(optimizer)(grads, state, params, observed=held_out)
-        assert scale(after) == scale(expected) != scale(state)
-        assert not same_bits(after.delta, expected.delta)
-        broken = jax.tree.map(lambda g: g * jnp.nan, grads)
-        moved, after = mover(optimizer)(broken, state, params)
+        moved, after = step(jax.tree.map(lambda g: g * jnp.nan, grads), state, params)
         assert nonfinite_steps(after) == {"default": 1}
         assert same_bits((after.delta, after.delta_scales), (state.delta, state.delta_scales))
         assert same_bits(moved, params)
@@ -239,12 +217,6 @@ def test_codes_without_their_scales_are_refused():
     for spoilt in (None, {**state.delta_scales, "last": state.delta_scales["last"][:0]}):
         with pytest.raises(ValueError, match="scales"):
             wrapped("int8").update(params, state._replace(delta_scales=spoilt), params)
-
-
-def test_the_layout_of_codes_and_scales_follows_from_that_of_the_parameters():
-    optimizer, names = wrapped("int8"), {"first": "rows", "last": "all"}
-    layout = optax.tree.map_params(optimizer, lambda _, name: name, optimizer.init(mlp()), names)
-    assert layout.delta == layout.delta_scales == names
 
 
 @rounded

@@ -125,15 +125,19 @@ def test_a_jitted_init_gives_buffers_that_can_be_donated():
         params, state = donating("adamw")(gradient_of(params, *batch(t)), state, params)
 
 
+@pytest.mark.long
 def test_the_states_layout_follows_from_that_of_the_parameters():
     """How shardings of a state are made: optax.tree.map_params with a tree like the parameters."""
-    names = {"weight": "rows", "bias": "all"}
-    layout = optax.tree.map_params(
-        wrapped("adamw"),
-        lambda _, name: name,
-        wrapped("adamw").init(model()),
-        names,
-        transform_non_params=lambda _: "everywhere",
-    )
-    assert layout.delta == layout.base[0].mu == names
-    assert set(jax.tree.leaves((layout.scale, layout.tuner))) == {"everywhere"}
+    optimizer, names = mechanize(optax.adamw(1.0), delta="int8"), {"weight": "rows", "bias": "all"}
+
+    def layout_of(params, known):
+        state = optimizer.init(params)
+        return optax.tree.map_params(known, lambda _, name: name, state, names, transform_non_params=lambda _: "other")
+
+    layout = layout_of(model(), optimizer)
+    assert layout.delta == layout.delta_scales == layout.base[0].mu == names
+    assert set(jax.tree.leaves((layout.scale, layout.tuner))) == {"other"}
+    # As docs/jax.md says: it cannot know that there are residuals.
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), model())
+    layout = layout_of(half, lambda params: optimizer.init(params)._replace(residual=params))
+    assert layout.delta == layout.residual == layout.base[0].mu == names

@@ -23,10 +23,6 @@ def every_usable_half(dtype):
     return jnp.asarray(numbers[(wide < 0.5 * float(jnp.finfo(dtype).max)) & ((wide == 0) | (wide > 1e-30))])
 
 
-def apply(param, update):
-    return optax.apply_updates(param, update)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 def test_steps_below_the_last_bit_add_up(dtype):
     """A hundredth of the last bit, 1000 times; added to the parameter itself it would move nothing."""
@@ -34,7 +30,7 @@ def test_steps_below_the_last_bit_add_up(dtype):
     @jax.jit
     def step(param, residual, size):
         update, residual = update_towards(value_of(param, residual) + size, param)
-        return apply(param, update), residual
+        return optax.apply_updates(param, update), residual
 
     param, residual = jnp.ones(3, dtype), jnp.zeros(3, jnp.bfloat16)
     size = 0.01 * float(jnp.finfo(dtype).eps)
@@ -54,7 +50,7 @@ def test_what_is_kept_fits_every_number_there_is(dtype):
     @jax.jit
     def step(params, target):
         update, residual = update_towards(target, params)
-        moved = apply(params, update)
+        moved = optax.apply_updates(params, update)
         return moved, residual, value_of(moved, residual)
 
     moved, residual, value = step(params, target)
@@ -86,16 +82,6 @@ def test_half_precision_ends_where_float32_does(dtype):
     (loss, s), (wide_loss, wide_s) = end_of_training(dtype), end_of_training(jnp.float32)
     assert loss == pytest.approx(wide_loss, rel=0.25, abs=0.01)
     assert s == pytest.approx(wide_s, rel=0.25)
-
-
-def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
-    """As docs/jax.md says: optax.tree.map_params cannot know that there are any."""
-    params, optimizer = mlp(dtype=jnp.bfloat16), mechanize(optax.adamw(1.0))
-    names = {"first": "rows", "last": "all"}
-    layout = optax.tree.map_params(
-        lambda p: optimizer.init(p)._replace(residual=p), lambda _, name: name, optimizer.init(params), names
-    )
-    assert layout.delta == layout.residual == layout.base[0].mu == names
 
 
 @pytest.mark.long

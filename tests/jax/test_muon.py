@@ -98,14 +98,17 @@ def test_parameters_have_the_roles_of_their_names_and_shapes():
         "head/kernel": (4, 1),
         "experts": (4, 3, 2),
         "conv/kernel": (3, 3, 2, 4),
+        "unembed": (4, 9),
+        "pos_emb": (9, 4),
+        "pos_ffn/w": (4, 8),
         "odd": (2, 3, 4),
         "row": (1, 5),
         "query/bias": (2, 4),  # with a dimension for the heads
         "norms/scale": (3, 8),  # with one for the layers
     }
-    leaves = {tuple(name.split("/")): jnp.zeros(shape) for name, shape in shapes.items()}
-    found = traverse_util.flatten_dict(roles(traverse_util.unflatten_dict(leaves)))
-    expected = ["head", "head", "experts", "conv", "other", "vector", "vector", "vector"]
+    leaves = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    found = traverse_util.flatten_dict(roles(traverse_util.unflatten_dict(leaves, sep="/")), sep="/")
+    expected = ["head", "head", "experts", "conv", "head", "embedding", "matrix", "other", "vector", "vector", "vector"]
     assert [found[name] for name in leaves] == expected
     assert roles({"up": jnp.zeros((4, 4))}, {"u*": "head"}) == {"up": "head"}
 

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks.speed import jax_step
 from mechanic.jax import mechanize
+from tests.jax.task import cost_of
 
 
+@pytest.mark.long
 def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_mechanize():
-    names = ("adamw", "mechanic", "optax.contrib.mechanize")
-    bare, ours, theirs = (jax_step.cost_of(jax_step.build(name, side=100)) for name in names)
+    bare, ours, theirs = map(cost_of, ("adamw", "mechanic", "optax.contrib.mechanize"))
     assert ours.words < 2.1 * bare.words
     assert ours.words < 0.9 * theirs.words
 

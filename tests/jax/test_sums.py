@@ -42,6 +42,7 @@ def test_every_size_is_summed_to_float32(shape):
     np.testing.assert_allclose(six, expected_sums(x, g, delta, other), rtol=3e-6)
 
 
+@pytest.mark.long
 def test_one_long_reduction_would_not_do():
     """The reason for rows: added up one after the other, ones stop counting at 2^24."""
     x = jnp.ones((1 << 24) + (1 << 22))
