@@ -1,5 +1,6 @@
 """Run by test_parallel.py on eight host devices: ``python -m tests.jax.sharded``."""
 
+import contextlib
 import functools
 import re
 
@@ -21,8 +22,10 @@ LAYOUTS = {
 LABELS = {"first": "body", "last": "head", "gain": "body", "offset": "head"}
 
 
-def make(base=optax.adamw):
-    return mechanize(base(optax.cosine_decay_schedule(1.0, 60)), labels=LABELS)
+@functools.cache
+def make(base=optax.sgd, **options):
+    schedule = optax.cosine_decay_schedule(1.0, 60)
+    return mechanize(base(schedule), schedule=schedule, labels=LABELS, **options)
 
 
 def start(dtype=np.float32):
@@ -57,15 +60,15 @@ def train(params, base=optax.adamw):
     return params, state
 
 
-@functools.cache
-def step_with_gradients():
-    return jax.jit(functools.partial(apply, make()))
-
-
-def run_with_gradients(grads, params, state, steps=10):
+def run_with_gradients(params, delta=None, steps=10):
+    """With SGD, whose state has one layout, so that one program serves all steps. Returns its collectives as well."""
+    optimizer, grads = make(delta=delta), jax.tree.map(jnp.cos, params)
+    state = jax.jit(optimizer.init)(params)
+    assert_laid_out_alike(state.delta, params)
+    compiled = jax.jit(functools.partial(apply, optimizer)).lower(grads, params, state).compile()
     for _ in range(steps):
-        params, state = step_with_gradients()(grads, params, state)
-    return params, state
+        params, state = compiled(grads, params, state)
+    return params, state, collectives(compiled)
 
 
 def place(tree, mesh, specs):
@@ -78,7 +81,7 @@ def mesh_of(shape, kind=AxisType.Auto):
 
 def assert_same(ours, expected, tolerance=1e-6):
     """Returns the largest difference of a parameter, relative to its norm where that is above 1."""
-    (params, state), (plain, plain_state) = ours, expected
+    (params, state, *_), (plain, plain_state, *_) = ours, expected
     errors = {
         name: np.linalg.norm(np.asarray(params[name]) - np.asarray(plain[name])) / max(1.0, np.linalg.norm(plain[name]))
         for name in SHAPES
@@ -90,14 +93,14 @@ def assert_same(ours, expected, tolerance=1e-6):
     return max(errors.values())
 
 
+def assert_laid_out_alike(tree, params):
+    for name, p in params.items():
+        assert tree[name].sharding.is_equivalent_to(p.sharding, p.ndim), name
+
+
 def collectives(compiled):
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
-
-
-def assert_few_all_reduces(compiled, layout):
-    """Nothing is gathered. There is one for each way in which parameters are sharded."""
-    assert collectives(compiled) == ["all-reduce"] * (3 if layout == "over 4 x 2" else 1)
 
 
 @functools.cache
@@ -106,38 +109,63 @@ def trained_on_one_device():
 
 
 @functools.cache
-def on_one_device():
-    params = jax.tree.map(jnp.asarray, start())
-    return run_with_gradients(jax.tree.map(jnp.cos, params), params, make().init(params))
+def on_one_device(delta=None):
+    return run_with_gradients(jax.tree.map(jnp.asarray, start()), delta)
 
 
 def check_given_gradients():
     """In float32; Delta is laid out like its parameter, before the first step and after the last."""
-    for layout, (shape, specs) in LAYOUTS.items():
-        params = place(start(), mesh_of(shape), specs)
-        grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
-        ended, after = run_with_gradients(grads, params, state)
-        assert_same((ended, after), on_one_device())
-        for name in SHAPES:
-            for each in (state.delta, after.delta, make().init(params).delta, ended):
-                assert each[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim), (specs, name)
-        assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
-
-
-def check_given_gradients_with_an_automatic_mesh_in_context():
-    layout = "over 8"
-    shape, specs = LAYOUTS[layout]
-    with jax.set_mesh(mesh_of(shape)):
-        params = place(start(), mesh_of(shape), specs)
-        grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
-        assert_same(run_with_gradients(grads, params, state), on_one_device())
-        assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
+    for layout, kind, delta in (
+        ("over 8", "in context", None),
+        ("over 8", AxisType.Auto, None),
+        ("over 4 x 2", AxisType.Auto, None),
+        ("over 4 of 4 x 2", AxisType.Auto, None),
+        ("over 4 of 4 x 2", AxisType.Explicit, None),
+        ("over 8", AxisType.Auto, "bfloat16"),
+        ("over 4 of 4 x 2", AxisType.Explicit, "bfloat16"),
+        ("over 8", AxisType.Auto, "int8"),
+        ("over 4 x 2", AxisType.Explicit, "int8"),
+    ):
+        shape, specs = LAYOUTS[layout]
+        mesh = mesh_of(shape, AxisType.Auto if kind == "in context" else kind)
+        with contextlib.nullcontext() if kind is AxisType.Auto else jax.set_mesh(mesh):
+            params = place(start(), mesh, specs)
+            ended, state, used = run_with_gradients(params, delta)
+            if layout == "over 4 x 2" and delta is None:
+                assert_laid_out_alike(make().init(params).delta, params)
+        assert_laid_out_alike(state.delta, params)
+        assert_laid_out_alike(ended, params)
+        if delta != "int8":  # whose blocks lie on several devices here, as most of these small ones do
+            # Nothing is gathered. There is one for each way in which parameters are sharded.
+            assert used == ["all-reduce"] * (3 if layout == "over 4 x 2" else 1), (layout, kind, delta)
+        assert_same((ended, state), on_one_device(delta), 5e-6 if delta else 1e-6)
+        for name in SHAPES:  # blocks and random numbers depend on the shapes alone, so Delta is rounded alike
+            ours, expected = (np.asarray(each.delta[name], np.float32) for each in (state, on_one_device(delta)[1]))
+            assert delta is None or np.mean(ours != expected) <= 0.01, name
 
 
 def check_replicated_parameters():
     everywhere = place(start(), mesh_of((8,)), dict.fromkeys(SHAPES, P()))
-    compiled = step_with_gradients().lower(everywhere, everywhere, make().init(everywhere)).compile()
-    assert collectives(compiled) == []
+    assert run_with_gradients(everywhere, steps=0)[-1] == []
+
+
+def check_whole_blocks_of_a_rounded_delta_need_one_all_reduce_and_one_program():
+    mesh, rng = mesh_of((4, 2)), np.random.default_rng(0)
+    layout = {
+        "first": ((64, 1024), P("a", "b")),
+        "last": ((2048,), P("b")),
+        "gain": ((256, 64), P("a")),
+        "offset": ((), P()),
+    }
+    params = {
+        name: jax.device_put(rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec))
+        for name, (shape, spec) in layout.items()
+    }
+    for delta in ("bfloat16", "int8"):
+        _, state, used = run_with_gradients(params, delta, steps=4)
+        assert used == ["all-reduce"], delta
+        for kept in (state.delta, state.delta_scales if delta == "int8" else state.delta):
+            assert_laid_out_alike(kept, params)
 
 
 def check_training():
@@ -157,56 +185,59 @@ def check_training_in_float32():
             print(f"float32, 30 training steps, {name}, {layout}: {error:.1e}")
 
 
-def check_explicit_axes():
-    for layout in ("over 8", "over 4 of 4 x 2"):
-        shape, specs = LAYOUTS[layout]
-        mesh = mesh_of(shape, AxisType.Explicit)
-        with jax.set_mesh(mesh):
-            params = place(start(), mesh, specs)
-            grads, state = jax.tree.map(jnp.cos, params), jax.jit(make().init)(params)
-            ended = run_with_gradients(grads, params, state)
-            assert_few_all_reduces(step_with_gradients().lower(grads, params, state).compile(), layout)
-        assert_same(ended, on_one_device())
-
-
 def check_shard_map():
-    """Each device steps on its own shards; what is replicated counts once where JAX tracks it."""
+    """Each device steps on its own shards; what is replicated counts once where JAX tracks it.
+
+    Shards of a rounded Delta have blocks and random numbers of their own, so they follow one device within rounding.
+    """
     shape, specs = LAYOUTS["over 8"]
-    whole = jax.tree.map(jnp.asarray, start())
-    grads = jax.tree.map(jnp.cos, whole)
-    optimizer = mechanize(optax.adamw(optax.cosine_decay_schedule(1.0, 60)), labels=LABELS, axis_name="a")
-    mesh = mesh_of(shape)
-    state = optimizer.init(whole)
-    of_state = optax.tree.map_params(optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
+    mesh, whole = mesh_of(shape), jax.tree.map(jnp.asarray, start())
+    for delta in (None, "bfloat16", "int8"):
+        optimizer = make(delta=delta, axis_name="a")
+        of_state = optax.tree.map_params(
+            optimizer, lambda _, spec: spec, optimizer.init(whole), specs, transform_non_params=lambda _: P()
+        )
 
-    def body(params, state, grads):
-        def once(carry, _):
-            params, state = carry
-            return apply(optimizer, grads, params, state), None
+        init = (
+            optimizer.init
+            if delta is None
+            else jax.shard_map(optimizer.init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
+        )
+        state = jax.jit(init)(whole)
 
-        return jax.lax.scan(once, (params, state), length=10)[0]
+        def ten_steps(params, state, optimizer=optimizer):
+            def once(carry, _):
+                return apply(optimizer, grads, *carry), None
 
-    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)))
-    assert collectives(mapped.lower(whole, state, grads).compile()) == ["all-reduce"]
-    assert_same(mapped(whole, state, grads), on_one_device())
+            grads = jax.tree.map(jnp.cos, params)
+            return jax.lax.scan(once, (params, state), length=10)[0]
+
+        mapped = jax.shard_map(ten_steps, mesh=mesh, in_specs=(specs, of_state), out_specs=(specs, of_state))
+        compiled = jax.jit(mapped).lower(whole, state).compile()
+        assert collectives(compiled) == ["all-reduce"]
+        ended, expected = compiled(whole, state), on_one_device(delta)
+        assert_same(ended, expected, 0.05 if delta else 1e-6)
+        for name in SHAPES:
+            assert np.linalg.norm(ended[0][name] - expected[0][name]) <= 0.05 * np.linalg.norm(expected[0][name]), name
 
 
 def check_shard_map_without_tracking():
     """Then every shard counts as different, which holds where all parameters are cut."""
     mesh, x = mesh_of((8,)), jnp.asarray(start()["first"])
+
+    def two_steps(optimizer, x, state):
+        for _ in range(2):
+            _, state = optimizer.update(jnp.cos(x), state, x)
+        return scales(state)["default"]
+
     optimizer = mechanize(optax.sgd(1.0), axis_name="a")
     state = optimizer.init(x)
     of_state = optax.tree.map_params(optimizer, lambda _: P("a"), state, transform_non_params=lambda _: P())
-    mapped = jax.shard_map(
-        optimizer.update, mesh=mesh, in_specs=(P("a"), of_state, P("a")), out_specs=(P("a"), of_state), check_vma=False
-    )
-    plain = mechanize(optax.sgd(1.0))
-    expected = state
-    for _ in range(2):
-        _, state = jax.jit(mapped)(jnp.cos(x), state, x)
-        _, expected = jax.jit(plain.update)(jnp.cos(x), expected, x)
-    assert scales(expected)["default"] > 0
-    np.testing.assert_allclose(scales(state)["default"], scales(expected)["default"], rtol=1e-6)
+    sharded = functools.partial(two_steps, optimizer)
+    mapped = jax.shard_map(sharded, mesh=mesh, in_specs=(P("a"), of_state), out_specs=P(), check_vma=False)
+    expected = jax.jit(functools.partial(two_steps, mechanize(optax.sgd(1.0))))(x, state)
+    assert expected > 0
+    np.testing.assert_allclose(jax.jit(mapped)(x, state), expected, rtol=1e-6)
 
 
 def varying(tree, axis):
@@ -217,7 +248,7 @@ def varying(tree, axis):
 
 def check_data_parallel_in_shard_map():
     """Every shard holds all parameters, so no axis is to be named."""
-    mesh, optimizer = mesh_of((8,)), make()
+    mesh, optimizer = mesh_of((8,)), make(optax.adamw)
 
     def body(params, state, x):
         grads = jax.lax.pmean(jax.grad(loss_of)(varying(params, "a"), x), "a")

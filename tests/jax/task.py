@@ -8,9 +8,11 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
+from benchmarks.speed import jax_step
 from mechanic.jax import mechanize
 
 PLAIN = mechanize(optax.sgd(1.0))
+LABELS = {"first": "a", "last": "b"}
 AROUND = {  # what may stand around Mechanic
     "nothing": lambda inner: inner,
     "chain": lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
@@ -27,7 +29,7 @@ def digits():
     return np.asarray(images / 16, np.float32), labels
 
 
-def mlp(*, hidden=32, dtype=jnp.float32, seed=0):
+def mlp(hidden=32, dtype=jnp.float32, seed=0):
     """Two weights and no more: in these tests the time goes into compiling, and that grows with the leaves."""
     rng = np.random.default_rng(seed)
     shapes = {"first": (64, hidden), "last": (hidden, 10)}
@@ -67,6 +69,17 @@ def stepper(optimizer, **jit_options):
     return jax.jit(step, **jit_options)
 
 
+@functools.cache
+def mover(optimizer, **jit_options):
+    """One jitted step on given gradients: (grads, state, params, **extra) -> (params, state)."""
+
+    def step(grads, state, params, **extra):
+        updates, state = optimizer.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, **jit_options)
+
+
 def train(params, optimizer, steps, *, state=None, first=0, step=None):
     """The plain training loop; returns the parameters and the state."""
     state = optimizer.init(params) if state is None else state
@@ -76,9 +89,27 @@ def train(params, optimizer, steps, *, state=None, first=0, step=None):
     return params, state
 
 
+@functools.cache
 def learned(optimizer, steps=20):
     """The parameters and the state after some steps."""
     return train(mlp(hidden=4), optimizer, steps)
+
+
+@functools.cache
+def cost_of(name):
+    """Of a step of this name on ten matrices, as the compiler counts it, per parameter."""
+    return jax_step.cost_of(jax_step.build(name, side=100))
+
+
+def avals(tree):
+    """The dtypes and shapes."""
+    return jax.tree.map(jax.typeof, tree)
+
+
+def assert_close(ours, expected, **tolerance):
+    """Leaf by leaf."""
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_allclose(one, other, **tolerance)
 
 
 def same_bits(a, b):

@@ -1,10 +1,9 @@
-"""``mechanize(base, delta=...)``: what is kept, what a step does, and that it goes on from anywhere."""
+"""``mechanize(base, delta=...)``: what is kept, what a step does, and that it goes on from any storage.
 
-import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
+test_resume.py resumes such runs, test_transformations.py has them inside others, and sharded.py on shards.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,24 @@ import pytest
 from mechanic.jax import freeze, mechanize, nonfinite_steps, release, scale, scales
 from mechanic.jax.state import find
 from mechanic.jax.storage import decode, scales_shape
-from tests.jax.task import AROUND, batch, gradient_of, mlp, same_bits, stepper, train, train_loss
-from tests.jax.test_resume import WAYS, check_resumes
+from tests.jax.task import (
+    LABELS,
+    PLAIN,
+    avals,
+    batch,
+    gradient_of,
+    learned,
+    mlp,
+    mover,
+    same_bits,
+    stepper,
+    train,
+    train_loss,
+)
 
-ROOT = Path(__file__).parents[2]
 rounded = pytest.mark.parametrize("delta", ["bfloat16", "int8"])
 GAP = {"bfloat16": 2**-7, "int8": 2 / 127}  # at most, relative to the largest element of a block
 BYTES = {"bfloat16": 2, "int8": 1}
-LABELS = {"first": "a", "last": "b"}
 
 
 def delta_of(state, name, dtype=jnp.float32):
@@ -32,9 +41,13 @@ def delta_of(state, name, dtype=jnp.float32):
     return np.asarray(decode(state.delta[name], of_blocks, dtype))
 
 
-def trained(delta, base=optax.adamw, steps=10, dtype=jnp.float32, hidden=8, **options):
-    optimizer = mechanize(base(1.0), delta=delta, **options)
-    return optimizer, *train(mlp(hidden=hidden, dtype=dtype), optimizer, steps)
+@functools.cache
+def wrapped(delta):
+    return mechanize(optax.sgd(1.0), delta=delta)
+
+
+def trained(delta):
+    return learned(wrapped(delta), steps=10)
 
 
 @pytest.mark.parametrize("delta", [jnp.float16, jnp.float64, "int4", jnp.uint8, 8, "small", [jnp.float32]])
@@ -50,13 +63,14 @@ def test_a_storage_is_named_by_a_dtype_or_its_name():
         assert mechanize(optax.sgd(1.0), delta=given).init(jnp.ones(3)).delta.dtype == jnp.int8
 
 
+@pytest.mark.long
 def test_float32_is_the_default_bit_for_bit():
-    assert same_bits(trained(None)[1:], trained(jnp.float32)[1:])
+    assert same_bits(trained(None), trained(jnp.float32))
 
 
 @rounded
 def test_what_is_kept(delta):
-    optimizer, params, state = trained(delta, hidden=64)
+    params, state = trained(delta)
     for name, p in params.items():
         assert state.delta[name].dtype == delta
         assert state.delta[name].shape == p.shape
@@ -67,53 +81,62 @@ def test_what_is_kept(delta):
     assert (state.delta_scales is None) == (delta != "int8")
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves((state.delta, state.delta_scales)))
     assert kept <= 1.05 * BYTES[delta] * sum(p.size for p in params.values())
-    assert same_bits(jax.jit(optimizer.init)(params), optimizer.init(params))
+    assert same_bits(jax.jit(wrapped(delta).init)(params), wrapped(delta).init(params))
 
 
+@functools.cache
+def long_run(delta):
+    """Of a tuner for each of two parts, to a learning rate of 0; compiled once and with donated buffers."""
+    schedule = optax.cosine_decay_schedule(1.0, 200)
+    optimizer = mechanize(optax.adamw(schedule), schedule=schedule, labels=LABELS, delta=delta)
+    step, params = stepper(optimizer, donate_argnums=(0, 1)), mlp()
+    state = optimizer.init(params)
+    given = jax.tree.leaves((params, state))
+    params, state = train(params, optimizer, 200, state=state, step=step)
+    assert step._cache_size() == 1
+    assert all(buffer.is_deleted() for buffer in given)
+    return params, state, optimizer
+
+
+@pytest.mark.long
 @rounded
-@pytest.mark.parametrize("base", [optax.adamw, optax.sgd])
-def test_training_comes_as_far(delta, base):
-    losses = {}
-    for chosen in (None, delta):
-        schedule = optax.cosine_decay_schedule(1.0, 200)
-        optimizer = mechanize(base(schedule), schedule=schedule, delta=chosen)
-        losses[chosen] = train_loss(train(mlp(), optimizer, 200)[0])
-    assert losses[delta] <= 1.3 * losses[None]
+def test_training_comes_as_far_and_ends_where_the_learning_rate_does(delta):
+    (params, state, optimizer), (expected, wide, _) = long_run(delta), long_run(None)
+    assert train_loss(params) <= 1.3 * train_loss(expected)
+    assert scales(state)["a"] != scales(state)["b"]
+    for name, s in scales(wide).items():
+        assert scales(state)[name] == pytest.approx(float(s), rel=0.3)
+    given = jax.tree.map(jnp.copy, (params, state))
+    moved, _ = train(given[0], optimizer, 1, state=given[1], step=stepper(optimizer, donate_argnums=(0, 1)))
+    assert same_bits(moved, params)
 
 
-# One step.
-
-
-def one_step_of_sgd(delta):
-    """The next step from a trained state, in float64: S, Delta, values before and after, and u."""
+@pytest.mark.long
+@rounded
+def test_parameters_move_by_the_delta_that_is_not_yet_rounded_and_it_is_stored_within_a_gap(delta):
+    """In float64, and nothing is forgotten, so that a difference of Deltas is the update."""
     with jax.enable_x64(True):
-        optimizer, params, state = trained(delta, optax.sgd, dtype=jnp.float64, config={"forgetting": 0.0})
+        optimizer, params = mechanize(optax.sgd(1.0), delta=delta, config={"forgetting": 0.0}), mlp(4, jnp.float64)
+        step, state = mover(optimizer), optimizer.init(params)
+        for t in range(10):
+            params, state = step(gradient_of(params, *batch(t)), state, params)
         grads = {**gradient_of(params, *batch(10)), "last": jnp.zeros_like(params["last"])}
-        updates, after = jax.jit(optimizer.update)(grads, state, params)
-        moved = optax.apply_updates(params, updates)
-        deltas = [{name: delta_of(each, name, jnp.float64) for name in params} for each in (state, after)]
-        u, params, moved = jax.tree.map(np.asarray, (jax.tree.map(jnp.negative, grads), params, moved))
-        return (float(scale(state)), deltas[0], params), (float(scale(after)), deltas[1], moved), u
+        moved, after = step(grads, state, params)
+        s, new_s = float(scale(state)), float(scale(after))
+        assert s != new_s
+        for name, x in params.items():
+            d, new_d = (delta_of(each, name, jnp.float64) for each in (state, after))
+            expected = d - np.asarray(grads[name])
+            np.testing.assert_allclose(moved[name], x + new_s * expected - s * d, rtol=0, atol=1e-12)
+            assert np.abs(new_d - expected).max() <= GAP[delta] * np.abs(expected).max()
+            assert np.array_equal(new_d, expected) == (name == "last")  # which had no update
+        moved, after = step(jax.tree.map(lambda g: g * jnp.nan, grads), state, params)
+        assert nonfinite_steps(after) == {"default": 1}
+        assert same_bits((after.delta, after.delta_scales), (state.delta, state.delta_scales))
+        assert same_bits(moved, params)
 
 
-@rounded
-def test_parameters_move_by_the_delta_that_is_not_yet_rounded(delta):
-    (s, deltas, values), (new_s, _, new_values), u = one_step_of_sgd(delta)
-    assert s != new_s
-    for name, x in values.items():
-        expected = x + new_s * (deltas[name] + u[name]) - s * deltas[name]
-        np.testing.assert_allclose(new_values[name], expected, rtol=0, atol=1e-12)
-
-
-@rounded
-def test_delta_is_within_a_gap_of_what_it_should_be(delta):
-    (_, deltas, _), (_, new_deltas, _), u = one_step_of_sgd(delta)
-    for name, d in deltas.items():
-        expected = d + u[name]
-        assert np.abs(new_deltas[name] - expected).max() <= GAP[delta] * np.abs(expected).max()
-        assert np.array_equal(new_deltas[name], expected) == (name == "last")  # which had no update
-
-
+@pytest.mark.long
 @rounded
 def test_x_minus_s_delta_stays_where_it_was_in_the_mean(delta):
     """Every step moves it by S times what rounding has added, which has mean 0 and does not grow."""
@@ -132,29 +155,10 @@ def test_x_minus_s_delta_stays_where_it_was_in_the_mean(delta):
     assert (np.abs(moved) <= 60**0.5 * 4 * gaps).all()
 
 
-@rounded
-def test_a_step_at_lr_0_moves_no_parameter(delta):
-    schedule = optax.linear_schedule(1.0, 0.0, 16)
-    optimizer = mechanize(optax.adamw(schedule), schedule=schedule, delta=delta)
-    params, state = train(mlp(hidden=4), optimizer, 16)
-    assert same_bits(train(params, optimizer, 1, state=state)[0], params)
-
-
-@rounded
-def test_it_compiles_once_and_takes_donated_buffers(delta):
-    optimizer, params = mechanize(optax.adamw(1.0), delta=delta, labels=LABELS), mlp()
-    state = optimizer.init(params)
-    given = jax.tree.leaves((params, state))
-    step = stepper(optimizer, donate_argnums=(0, 1))
-    params, state = train(params, optimizer, 60, state=state, step=step)
-    assert step._cache_size() == 1
-    assert all(buffer.is_deleted() for buffer in given)
-    assert train_loss(params) < 1.5
-
-
 # Parameters of all kinds.
 
 
+@pytest.mark.long
 @rounded
 def test_every_kind_of_parameter(delta):
     rng = np.random.default_rng(0)
@@ -163,129 +167,65 @@ def test_every_kind_of_parameter(delta):
         params = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
         params += [jnp.asarray(rng.normal(size=40)), jnp.asarray(rng.normal(size=9), jnp.complex64)]
         params += [jnp.asarray(rng.normal(size=30), jnp.bfloat16)]
-        start, optimizer = params, mechanize(optax.adamw(1.0, weight_decay=0.1), delta=delta)
-        state, step = optimizer.init(params), jax.jit(optimizer.update)
+        start, state = params, jax.jit(wrapped(delta).init)(params)
+
+        @jax.jit
+        def step(params, state):
+            return mover(wrapped(delta))([p - jnp.asarray(0.5, p.dtype) for p in params], state, params)
+
         for _ in range(30):
-            updates, state = step([p - jnp.asarray(0.5, p.dtype) for p in params], state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = step(params, state)
     for p, x, d in zip(params, start, state.delta, strict=True):
         assert d.dtype == ("complex64" if jnp.iscomplexobj(p) else delta)
         before, after = (np.abs(np.asarray(each).astype(complex) - 0.5).sum() for each in (x, p))
         assert after < before or not p.size
 
 
+@functools.cache
+def end_in_half_precision(delta):
+    params, state = train(mlp(8, jnp.bfloat16), mechanize(optax.adamw(1.0), delta=delta), 200)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.residual))
+    return train_loss(params)
+
+
+@pytest.mark.long
 @rounded
 def test_half_precision_parameters_end_where_they_do_with_float32(delta):
-    ends = {}
-    for chosen in (None, delta):
-        _, params, state = trained(chosen, steps=200, dtype=jnp.bfloat16)
-        ends[chosen] = train_loss(params)
-        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.residual))
-    assert ends[delta] == pytest.approx(ends[None], rel=0.3, abs=0.01)
+    assert end_in_half_precision(delta) == pytest.approx(end_in_half_precision(None), rel=0.3, abs=0.01)
 
 
 # Going on.
 
 
-@pytest.mark.parametrize(("delta", "way"), [("bfloat16", "orbax"), *(("int8", way) for way in (*WAYS, "deepcopy"))])
-def test_a_copy_goes_on_bit_for_bit(delta, way, tmp_path, monkeypatch):
-    monkeypatch.setitem(WAYS, "deepcopy", lambda run, folder: copy.deepcopy(run))
-
-    def make():
-        return optax.chain(optax.clip_by_global_norm(1.0), mechanize(optax.adamw(1.0), delta=delta))
-
-    check_resumes(make, train(mlp(hidden=4), make(), 12), way, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("before", "delta"), [(None, "int8"), ("int8", "float32"), ("int8", "bfloat16"), ("bfloat16", "int8")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "delta"), [(None, "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
 def test_a_state_goes_on_in_every_storage(before, delta):
     """The first step stores it as the optimizer has it, from the values that it had."""
-    _, params, state = trained(before)
-    optimizer = mechanize(optax.adamw(1.0), delta=delta)
-    expected, _ = train(params, mechanize(optax.adamw(1.0), delta=before), 1, state=state, first=10)
-    moved, after = train(params, optimizer, 1, state=state, first=10)
+    params, state = trained(before)
+    expected, _ = train(params, wrapped(before), 1, state=state, first=10)
+    moved, after = train(params, wrapped(delta), 1, state=state, first=10)
     for name, p in moved.items():
         np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)  # rounding comes after
         assert after.delta[name].dtype == delta
     assert (after.delta_scales is None) == (delta != "int8")
-    assert train_loss(train(moved, optimizer, 60, state=after, first=11)[0]) < train_loss(moved)
+    assert train_loss(train(moved, wrapped(delta), 60, state=after, first=11)[0]) < train_loss(moved)
 
 
 def test_codes_without_their_scales_are_refused():
-    optimizer, params, state = trained("int8")
+    params = mlp(hidden=4)
+    state = wrapped("int8").init(params)
     for spoilt in (None, {**state.delta_scales, "last": state.delta_scales["last"][:0]}):
         with pytest.raises(ValueError, match="scales"):
-            optimizer.update(params, state._replace(delta_scales=spoilt), params)
-
-
-def test_the_layout_of_codes_and_scales_follows_from_that_of_the_parameters():
-    optimizer, names = mechanize(optax.adamw(1.0), delta="int8"), {"first": "rows", "last": "all"}
-    layout = optax.tree.map_params(optimizer, lambda _, name: name, optimizer.init(mlp()), names)
-    assert layout.delta == layout.delta_scales == names
-
-
-# All else that may happen to it.
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_it_works_inside_other_transformations(around):
-    optimizer = AROUND[around](mechanize(optax.adamw(1.0), delta="int8"))
-    params, state = train(mlp(hidden=4), optimizer, 30)
-    assert find(state)[0].delta["first"].dtype == jnp.int8
-    assert scale(state) > 0
-    assert train_loss(params) < train_loss(mlp(hidden=4))
-
-
-@rounded
-def test_tuners_learn_apart(delta):
-    _, params, state = trained(delta, labels=LABELS, steps=60)
-    _, expected, wide = trained(None, labels=LABELS, steps=60)
-    assert scales(state)["a"] != scales(state)["b"]
-    for name, s in scales(wide).items():
-        assert scales(state)[name] == pytest.approx(float(s), rel=0.3)
-    assert train_loss(params) <= 1.3 * train_loss(expected)
-
-
-@rounded
-def test_observed_and_bad_gradients(delta):
-    optimizer, params, state = trained(delta, optax.sgd, config={"forgetting": 0.0})
-    grads, held_out = gradient_of(params, *batch(30)), gradient_of(params, *batch(31))
-    observing = jax.jit(lambda *given: optimizer.update(*given[:3], observed=given[3]))
-    _, expected = jax.jit(optimizer.update)(held_out, state, params)
-    _, after = observing(grads, state, params, held_out)
-    assert scale(after) == scale(expected) != scale(state)
-    assert not same_bits(after.delta, expected.delta)
-    broken = jax.tree.map(lambda g: g * jnp.nan, grads)
-    updates, after = jax.jit(optimizer.update)(broken, state, params)
-    assert nonfinite_steps(after) == {"default": 1}
-    assert same_bits((after.delta, after.delta_scales), (state.delta, state.delta_scales))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+            wrapped("int8").update(params, state._replace(delta_scales=spoilt), params)
 
 
 @rounded
 def test_freezing_and_releasing_drop_all_of_it(delta):
-    optimizer, params, state = trained(delta, optax.adam, steps=40)
+    """Then nothing tells the state from one whose Delta was in float32, and test_freezing.py has what comes next."""
+    _, state = trained(delta)
+    _, wide = learned(PLAIN, steps=10)
     frozen = freeze(state)
     assert frozen.delta is frozen.delta_scales is None
+    assert avals(frozen) == avals(freeze(wide))
     assert scales(frozen) == scales(state)
-    plain, plain_state = release(optax.adam(1.0), state)
-    ends = [train(params, optimizer, 10, state=frozen)[0], train(params, plain, 10, state=plain_state)[0]]
-    for name in params:
-        np.testing.assert_allclose(*(each[name] for each in ends), rtol=1e-5, atol=1e-6)
-    assert train_loss(ends[0]) < train_loss(params)
-
-
-def test_shards_give_the_result_of_one_device():
-    """In a process of its own, with eight devices that the host is made to show."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.jax.sharded_storage"],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags},
-        timeout=480,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    assert same_bits(release(optax.sgd(1.0), state)[1], state.base)

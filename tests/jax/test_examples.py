@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import jax_nnx
 from tests.jax.task import same_bits
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("name", ["jax_optax", "jax_nnx", "jax_equinox"])
 def test_runs_as_it_stands_and_learns(name):

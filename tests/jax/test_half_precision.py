@@ -1,5 +1,7 @@
 """Half-precision parameters train, also where Optax's mechanize stands still."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from mechanic.jax import mechanize, scale
 from mechanic.jax.rounding import update_towards, value_of
-from tests.jax.task import mlp, same_bits, stepper, train, train_loss
+from tests.jax.task import mlp, same_bits, train, train_loss
 
 HALF = [jnp.bfloat16, jnp.float16]
 
@@ -21,10 +23,6 @@ def every_usable_half(dtype):
     return jnp.asarray(numbers[(wide < 0.5 * float(jnp.finfo(dtype).max)) & ((wide == 0) | (wide > 1e-30))])
 
 
-def apply(param, update):
-    return optax.apply_updates(param, update)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 def test_steps_below_the_last_bit_add_up(dtype):
     """A hundredth of the last bit, 1000 times; added to the parameter itself it would move nothing."""
@@ -32,7 +30,7 @@ def test_steps_below_the_last_bit_add_up(dtype):
     @jax.jit
     def step(param, residual, size):
         update, residual = update_towards(value_of(param, residual) + size, param)
-        return apply(param, update), residual
+        return optax.apply_updates(param, update), residual
 
     param, residual = jnp.ones(3, dtype), jnp.zeros(3, jnp.bfloat16)
     size = 0.01 * float(jnp.finfo(dtype).eps)
@@ -52,7 +50,7 @@ def test_what_is_kept_fits_every_number_there_is(dtype):
     @jax.jit
     def step(params, target):
         update, residual = update_towards(target, params)
-        moved = apply(params, update)
+        moved = optax.apply_updates(params, update)
         return moved, residual, value_of(moved, residual)
 
     moved, residual, value = step(params, target)
@@ -70,45 +68,23 @@ def test_a_parameter_that_others_have_written_is_taken_as_it_stands():
     np.testing.assert_array_equal(value_of(param.at[1].set(0.25), residual)[1], 0.25)
 
 
-@pytest.mark.parametrize(
-    ("base", "dtype"), [(optax.adamw, jnp.bfloat16), (optax.sgd, jnp.float16), (optax.lion, jnp.bfloat16)]
-)
-def test_half_precision_ends_where_float32_does(base, dtype):
-    def ends_at(dtype):
-        optimizer = mechanize(base(optax.cosine_decay_schedule(1.0, 300)))
-        params, state = train(mlp(hidden=16, dtype=dtype), optimizer, 300)
-        assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
-        return train_loss(params), float(scale(state))
+@functools.cache
+def end_of_training(dtype):
+    """The loss and S."""
+    params, state = train(mlp(16, dtype), mechanize(optax.adamw(optax.cosine_decay_schedule(1.0, 300))), 300)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
+    return train_loss(params), float(scale(state))
 
-    (loss, s), (wide_loss, wide_s) = ends_at(dtype), ends_at(jnp.float32)
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_ends_where_float32_does(dtype):
+    (loss, s), (wide_loss, wide_s) = end_of_training(dtype), end_of_training(jnp.float32)
     assert loss == pytest.approx(wide_loss, rel=0.25, abs=0.01)
     assert s == pytest.approx(wide_s, rel=0.25)
 
 
-def test_wide_leaves_among_half_ones_keep_no_residual():
-    params = mlp(dtype=jnp.bfloat16)
-    params["last"] = mlp()["last"]
-    optimizer = mechanize(optax.adamw(1.0))
-    state = optimizer.init(params)
-    assert [leaf.shape for leaf in jax.tree.leaves(state.residual)] == [(64, 32)]
-    step = stepper(optimizer, donate_argnums=(0, 1))
-    start = train_loss(params)
-    trained, state = train(params, optimizer, 60, state=state, step=step)
-    assert step._cache_size() == 1
-    assert train_loss(trained) < start / 1.5
-    assert jax.tree.leaves(optimizer.init(mlp()).residual) == []
-
-
-def test_the_layout_of_residuals_follows_from_that_of_the_parameters():
-    """As docs/jax.md says: optax.tree.map_params cannot know that there are any."""
-    params, optimizer = mlp(dtype=jnp.bfloat16), mechanize(optax.adamw(1.0))
-    names = {"first": "rows", "last": "all"}
-    layout = optax.tree.map_params(
-        lambda p: optimizer.init(p)._replace(residual=p), lambda _, name: name, optimizer.init(params), names
-    )
-    assert layout.delta == layout.residual == layout.base[0].mu == names
-
-
+@pytest.mark.long
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 9), reason="its XLA rounds S differently in two programs, by one part in 10 million"
 )
@@ -135,6 +111,7 @@ def test_two_steps_in_one_program_are_two_steps():
     assert same_bits(together, apart)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lr", "dtype", "width"),
     [(1e-4, jnp.float32, 32), (1e-3, jnp.bfloat16, 8), (1.0, jnp.float16, 32)],

@@ -42,45 +42,34 @@ def test_a_loop_that_logs_is_warned_once():
     assert len(caught) == 1
 
 
-AFTER = {
-    "weight decay": optax.add_decayed_weights(0.1),
-    "a masked one": optax.masked(optax.add_decayed_weights(0.1), True),
-    "a schedule": optax.scale_by_schedule(lambda count: 0.5),
-    "momentum": optax.trace(0.9),
+PARAMS = {"weight": jnp.ones(3)}
+CHAINS = {
+    "weight decay": chained(optax.add_decayed_weights(0.1)),
+    "a masked one": chained(optax.masked(optax.add_decayed_weights(0.1), True)),
+    "a schedule": chained(optax.scale_by_schedule(lambda count: 0.5)),
+    "momentum": chained(optax.trace(0.9)),
+    "clipping after a chain": optax.chain(optax.chain(optax.clip(1.0), PLAIN), optax.clip(1.0)).init(PARAMS),
+    "clipping after an accumulation": optax.chain(
+        optax.MultiSteps(PLAIN, 2).gradient_transformation(), optax.clip(1.0)
+    ).init(PARAMS),
+    "clipping after a mask": optax.chain(optax.masked(PLAIN, True), optax.clip(1.0)).init(PARAMS),
+    "a named chain": optax.named_chain(("z", PLAIN), ("a", optax.clip(1.0))).init(PARAMS),
 }
 
 
-@pytest.mark.parametrize("after", AFTER)
-def test_whatever_it_is(after):
-    with pytest.warns(UserWarning, match="mechanize stands last"):
-        scale({"step": 3, "optimizer": chained(AFTER[after])})
-
-
-def test_also_where_mechanize_is_inside_something_that_stands_before_others():
-    params = {"weight": jnp.ones(3)}
-    for inner in (optax.chain(optax.clip(1.0), PLAIN), optax.MultiSteps(PLAIN, 2), optax.masked(PLAIN, True)):
-        transformation = getattr(inner, "gradient_transformation", lambda inner=inner: inner)()
-        state = optax.chain(transformation, optax.clip(1.0)).init(params)
+@pytest.mark.parametrize("name", CHAINS)
+def test_whatever_it_is_and_wherever_mechanize_stands_before_it(name):
+    for read in (lambda state: scale({"step": 3, "optimizer": state}), jax.jit(scale)):
         with pytest.warns(UserWarning, match="mechanize stands last"):
-            scale(state)
-        with pytest.warns(UserWarning, match="mechanize stands last"):
-            jax.jit(scale)(state)
+            read(CHAINS[name])
 
 
-def test_also_in_a_named_chain():
-    params = {"weight": jnp.ones(3)}
-    scale(optax.named_chain(("z", optax.clip(1.0)), ("a", PLAIN)).init(params))
-    with pytest.warns(UserWarning, match="mechanize stands last"):
-        scale(optax.named_chain(("z", PLAIN), ("a", optax.clip(1.0))).init(params))
-
-
-def test_states_beside_each_other_are_not_taken_for_a_chain():
+def test_states_beside_each_other_and_before_it_are_not_taken_for_a_chain():
     """All warnings are errors here."""
-    params = {"weight": jnp.ones(3)}
-    state = PLAIN.init(params)
-    averages = optax.ema(0.9).init(params)
-    scale((params, state, averages))
-    scale((state, optax.adam(1.0).init(params)))
-    scale((state, params))
+    state, averages = PLAIN.init(PARAMS), optax.ema(0.9).init(PARAMS)
+    scale((PARAMS, state, averages))
+    scale((state, optax.adam(1.0).init(PARAMS)))
+    scale((state, PARAMS))
     scale([state, averages])
     scale({"a": state, "b": averages})
+    scale(optax.named_chain(("z", optax.clip(1.0)), ("a", PLAIN)).init(PARAMS))

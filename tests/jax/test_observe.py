@@ -1,85 +1,71 @@
 """Gradients of held-out data as feedback."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+import pytest
 
 from mechanic.jax import freeze, mechanize, scale, scales
-from tests.jax.task import batch, gradient_of, learned, same_bits
+from tests.jax.task import LABELS, PLAIN, assert_close, batch, gradient_of, learned, mover, same_bits
 
 
-def test_observed_gradients_are_what_the_tuner_learns_from():
-    tuned = mechanize(optax.sgd(1.0), config={"forgetting": 0.0})  # so that a difference of Deltas is the base's update
-    params, state = learned(tuned, steps=5)
-    grads, held_out = gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
-    _, expected = jax.jit(tuned.update)(held_out, state, params)
-    observing = jax.jit(lambda *args: tuned.update(*args[:3], observed=args[3]))
-    _, after = observing(grads, state, params, held_out)
-    assert scale(after) == scale(expected)
-    u = jax.tree.map(lambda g: -g, grads)
-    assert all(
-        np.allclose(new, old + step, rtol=1e-6)
-        for new, old, step in zip(*(jax.tree.leaves(t) for t in (after.delta, state.delta, u)), strict=True)
-    )
+@functools.cache
+def tuned():
+    """Nothing is forgotten, so that a difference of Deltas is the base's update."""
+    return mechanize(optax.sgd(1.0), config={"forgetting": 0.0}, labels=LABELS)
+
+
+def some_steps_later():
+    """The parameters, the state, and gradients of a batch and of a held-out one."""
+    params, state = learned(tuned(), steps=5)
+    return params, state, gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
+
+
+@pytest.mark.long
+def test_observed_gradients_are_what_each_tuner_learns_from():
+    params, state, grads, held_out = some_steps_later()
+    step = mover(tuned())
+    _, expected = step(held_out, state, params)
+    _, after = step(grads, state, params, observed=held_out)
+    assert same_bits(scales(after), scales(expected))
+    added = jax.tree.map(lambda old, g: old - g, state.delta, grads)
+    assert_close(after.delta, added, rtol=1e-6, atol=1e-8)
+
     broken = jax.tree.map(lambda g: g * jnp.nan, grads)
-    _, after = observing(broken, state, params, held_out)
-    assert scale(after) == scale(expected)  # the feedback is good, the base gets zeros
+    _, after = step(broken, state, params, observed=held_out)
+    assert same_bits(scales(after), scales(expected))  # the feedback is good, the base gets zeros
     assert same_bits(after.delta, state.delta)
-    _, after = observing(grads, state, params, broken)
+    _, after = step(grads, state, params, observed=broken)
     counted = state.tuner._replace(nonfinite_steps=state.tuner.nonfinite_steps + 1)
     assert same_bits(after.tuner, counted)
+
+    half = {**held_out, "first": jnp.zeros_like(held_out["first"])}  # of which one tuner learns nothing
+    _, after = step(grads, state, params, observed=half)
+    assert scales(after)["a"] == scales(state)["a"]
+    assert scales(after)["b"] != scales(state)["b"]
+    assert (after.delta["first"] != state.delta["first"]).any()
+
+
+@pytest.mark.long
+def test_observing_changes_nothing_where_it_is_the_batch_that_is_trained_on_or_the_scale_is_frozen():
+    params, state, grads, held_out = some_steps_later()
+    ours, expected = mover(tuned())(grads, state, params, observed=grads), mover(tuned())(grads, state, params)
+    assert same_bits(scales(ours[1]), scales(expected[1]))
+    assert not same_bits(scales(ours[1]), scales(state))
+    assert_close(ours, expected, rtol=1e-6)
+    frozen = mover(tuned())(grads, freeze(state), params, observed=held_out)
+    assert same_bits(frozen, mover(tuned())(grads, freeze(state), params))
+    assert same_bits(scales(frozen[1]), scales(state))
 
 
 def test_observed_gradients_find_their_way_past_frozen_parameters():
     params = {"free": jnp.asarray([1.0, -2.0]), "frozen": jnp.ones(3)}
-    optimizer = mechanize(optax.sgd(1.0))
-    around = optax.selective_transform(optimizer, freeze_mask={"free": False, "frozen": True})
-    state, alone = around.init(params), optimizer.init(params["free"])
-
-    def step(optimizer, x, state):
-        return optimizer.update(x, state, x, observed=jax.tree.map(jnp.cos, x))
-
+    around = optax.selective_transform(PLAIN, freeze_mask={"free": False, "frozen": True})
+    state, x, alone = around.init(params), params["free"], PLAIN.init(params["free"])
     for _ in range(2):
-        updates, state = jax.jit(step, static_argnums=0)(around, params, state)
-        update, alone = jax.jit(step, static_argnums=0)(optimizer, params["free"], alone)
+        params, state = mover(around)(params, state, params, observed=jax.tree.map(jnp.cos, params))
+        x, alone = mover(PLAIN)(x, alone, x, observed=jnp.cos(x))
     assert 0 < scale(state) == scale(alone)
-    assert same_bits(updates, {"free": update, "frozen": jnp.zeros(3)})
-
-
-def observing_step(optimizer):
-    return jax.jit(lambda grads, state, params, observed: optimizer.update(grads, state, params, observed=observed))
-
-
-def test_observing_the_batch_that_is_trained_on_changes_nothing():
-    optimizer = mechanize(optax.adamw(1.0))
-    params, state = learned(optimizer, steps=5)
-    grads = gradient_of(params, *batch(7))
-    ours, expected = (
-        observing_step(optimizer)(grads, state, params, grads),
-        jax.jit(optimizer.update)(grads, state, params),
-    )
-    assert scale(ours[1]) == scale(expected[1]) != scale(state)
-    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
-def test_a_frozen_scale_ignores_observations():
-    optimizer = mechanize(optax.adamw(1.0))
-    params, state = learned(optimizer, steps=5)
-    frozen, grads, held_out = freeze(state), gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
-    ours = observing_step(optimizer)(grads, frozen, params, held_out)
-    assert same_bits(ours, jax.jit(optimizer.update)(grads, frozen, params))
-    assert scale(ours[1]) == scale(state)
-
-
-def test_tuners_observe_apart():
-    """Of a held-out gradient that is zero in one part, that part's tuner learns nothing."""
-    optimizer = mechanize(optax.sgd(1.0), labels={"first": "a", "last": "b"})
-    params, state = learned(optimizer, steps=5)
-    grads, held_out = gradient_of(params, *batch(7)), gradient_of(params, *batch(8))
-    held_out["first"] = jnp.zeros_like(held_out["first"])
-    _, after = observing_step(optimizer)(grads, state, params, held_out)
-    assert scales(after)["a"] == scales(state)["a"]
-    assert scales(after)["b"] != scales(state)["b"]
-    assert (after.delta["first"] != state.delta["first"]).any()
+    assert same_bits(params, {"free": x, "frozen": jnp.ones(3)})

@@ -1,5 +1,7 @@
 """A run that is saved in its middle and resumed continues bit for bit, whatever way the state was saved."""
 
+import copy
+import functools
 import pickle
 
 import jax
@@ -11,11 +13,10 @@ import pytest
 
 from mechanic.jax import freeze, mechanize, scale
 from mechanic.jax.state import find
-from tests.jax.task import mlp, same_bits, stepper, train
+from tests.jax.task import LABELS, PLAIN, mlp, same_bits, train
 
 STEPS, SAVED_AT = 20, 12
-LABELS = {"first": "a", "last": "b"}
-SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1.0, 5, STEPS)
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 5, STEPS)
 
 
 def momentum_at(lr):
@@ -23,34 +24,27 @@ def momentum_at(lr):
 
 
 SETUPS = {
-    "SGD with momentum": (lambda: mechanize(momentum_at(1.0)), jnp.float32),
-    "AdamW, a peak of 3e-4": (lambda: mechanize(optax.adamw(3e-4), peak_lr=3e-4), jnp.float32),
-    "AdamW, a schedule": (lambda: mechanize(optax.adamw(SCHEDULE), schedule=SCHEDULE), jnp.float32),
-    "two tuners": (lambda: mechanize(optax.adam(1.0), labels=LABELS), jnp.float32),
-    "bfloat16, clipped": (
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), mechanize(optax.adamw(1.0))),
+    "two tuners": (lambda: mechanize(momentum_at(1.0), labels=LABELS), jnp.float32),
+    "a schedule with a peak of 3e-4": (
+        lambda: mechanize(optax.adamw(SCHEDULE), peak_lr=3e-4, schedule=SCHEDULE),
+        jnp.float32,
+    ),
+    "bfloat16, clipped, Delta in int8": (
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), mechanize(optax.adamw(1.0), delta="int8")),
         jnp.bfloat16,
     ),
-    "float16, accumulated": (
-        lambda: optax.MultiSteps(mechanize(momentum_at(1.0)), every_k_schedule=5).gradient_transformation(),
+    "float16, accumulated, Delta in bfloat16": (
+        lambda: optax.MultiSteps(mechanize(momentum_at(1.0), delta="bfloat16"), 5).gradient_transformation(),
         jnp.float16,
     ),
 }
+OF_ALL_KINDS = "bfloat16, clipped, Delta in int8"
 
 
 def through_pickle(run, folder):
     """As NumPy arrays, in a file."""
     (folder / "state").write_bytes(pickle.dumps(jax.tree.map(np.asarray, run)))
     return jax.tree.map(jnp.asarray, pickle.loads((folder / "state").read_bytes()))
-
-
-def through_numpy(run, folder):
-    """Leaf by leaf, as raw bytes."""
-    leaves, structure = jax.tree.flatten(run)
-    for i, leaf in enumerate(leaves):
-        (folder / f"{i}").write_bytes(np.asarray(leaf).tobytes())
-    read = [np.frombuffer((folder / f"{i}").read_bytes(), leaf.dtype) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, [jnp.asarray(a.reshape(b.shape)) for a, b in zip(read, leaves, strict=True)])
 
 
 def through_orbax(run, folder):
@@ -61,51 +55,62 @@ def through_orbax(run, folder):
         return checkpointer.restore(folder / "state", like)
 
 
-WAYS = {"pickle": through_pickle, "numpy": through_numpy, "orbax": through_orbax}
+def through_deepcopy(run, folder):
+    return copy.deepcopy(run)
 
 
-def check_resumes(make, run, way, folder):
-    """Against going on without a stop; the resumed run has an optimizer of its own, as in a new process."""
-    former, new = make(), make()
-    restored = WAYS[way](run, folder)
+@functools.cache
+def former_and_new(name):
+    """An optimizer, and one of its own for the resumed run, as in a new process."""
+    make, _ = SETUPS[name]
+    return make(), make()
+
+
+@functools.cache
+def half_a_run(name):
+    _, dtype = SETUPS[name]
+    return train(mlp(hidden=4, dtype=dtype), former_and_new(name)[0], SAVED_AT)
+
+
+def check_resumes(name, run, restored):
+    """Against going on without a stop."""
     assert same_bits(restored, run)
-    left = STEPS - SAVED_AT
-    expected = train(run[0], former, left, state=run[1], first=SAVED_AT)
-    resumed = train(restored[0], new, left, state=restored[1], first=SAVED_AT, step=stepper(new))
+    expected, resumed = (
+        train(params, optimizer, STEPS - SAVED_AT, state=state, first=SAVED_AT)
+        for optimizer, (params, state) in zip(former_and_new(name), (run, restored), strict=True)
+    )
     assert same_bits(resumed, expected)
     assert not same_bits(resumed[0], run[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_run_resumes_from_a_pickle_of_numpy_arrays_bit_for_bit(name, tmp_path):
-    make, dtype = SETUPS[name]
-    run = train(mlp(hidden=4, dtype=dtype), make(), SAVED_AT)
+    run = half_a_run(name)
     assert all(s > 0 for mechanic in find(run[1]) for s in mechanic.scale.values())
-    check_resumes(make, run, "pickle", tmp_path)
+    check_resumes(name, run, through_pickle(run, tmp_path))
 
 
-@pytest.mark.parametrize("way", ["numpy", "orbax"])
-def test_a_run_resumes_from_other_files_bit_for_bit(way, tmp_path):
-    """Through a chain, with half-precision parameters."""
-    make, dtype = SETUPS["bfloat16, clipped"]
-    run = train(mlp(hidden=4, dtype=dtype), make(), SAVED_AT)
-    check_resumes(make, run, way, tmp_path)
+@pytest.mark.long
+@pytest.mark.parametrize("through", [through_orbax, through_deepcopy])
+def test_a_run_resumes_from_other_copies_bit_for_bit(through, tmp_path):
+    run = half_a_run(OF_ALL_KINDS)
+    check_resumes(OF_ALL_KINDS, run, through(run, tmp_path))
 
 
+@pytest.mark.long
 def test_a_frozen_run_resumes_frozen(tmp_path):
-    make, dtype = SETUPS["bfloat16, clipped"]
-    params, state = train(mlp(hidden=4, dtype=dtype), make(), SAVED_AT)
+    params, state = half_a_run(OF_ALL_KINDS)
     restored = through_pickle((params, freeze(state)), tmp_path)
     assert find(restored[1])[0].delta is None
     assert scale(restored[1]) == scale(state)
-    check_resumes(make, (params, freeze(state)), "pickle", tmp_path)
+    check_resumes(OF_ALL_KINDS, (params, freeze(state)), restored)
 
 
 @pytest.mark.parametrize("saved_at", [0, 1, 2])
 def test_a_run_may_be_saved_before_anything_is_learned(saved_at, tmp_path):
-    optimizer = mechanize(optax.adamw(1.0))
-    run = train(mlp(hidden=4), optimizer, saved_at)
+    run = train(mlp(hidden=4), PLAIN, saved_at)
     restored = through_pickle(run, tmp_path)
-    ours, expected = (train(params, optimizer, 5, state=state, first=saved_at) for params, state in (restored, run))
+    ours, expected = (train(params, PLAIN, 5, state=state, first=saved_at) for params, state in (restored, run))
     assert scale(ours[1]) > 0
     assert same_bits(ours, expected)

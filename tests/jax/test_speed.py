@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from benchmarks.speed import jax_step
 from mechanic.jax import mechanize
+from tests.jax.task import cost_of
 
 
+@pytest.mark.long
 def test_a_step_moves_no_more_bytes_than_that_of_optaxs_mechanize():
-    ours, theirs = (
-        jax_step.cost_of(jax_step.build(name, side=100)) for name in ("mechanic", "optax.contrib.mechanize")
-    )
+    ours, theirs = map(cost_of, ("mechanic", "optax.contrib.mechanize"))
     assert ours.words < theirs.words
 
 

@@ -1,4 +1,7 @@
-"""Delta in bfloat16 and int8: what comes back from it, and that it is rounded as in mechanic.torch."""
+"""Delta in bfloat16 and int8: what comes back from it, and that it is rounded as in mechanic.torch.
+
+So what tests/torch/test_storage.py has of means and random numbers holds here as well.
+"""
 
 import functools
 import math
@@ -7,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from mechanic.jax.noise import ROW, Noise
 from mechanic.jax.storage import BLOCK, block_of, decode, encode
+from mechanic.torch import delta as theirs
 
 SHAPES = [(), (0, 3), (1,), (BLOCK,), (BLOCK + 1,), (5, 257), (64, 10), (2, 3, 4, 5), (3, 3, 17, 15), (ROW + 7,)]
 both = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
@@ -60,24 +65,12 @@ def test_values_come_back_within_a_gap_and_to_nearest_within_half(dtype, shape):
     "shape", [(1000, 1000), (9, 129), (3, 86), (4, 65), (257,), (64, 3, 3, 3), (999, 10), (7, 11, 13, 2)]
 )
 def test_int8_takes_at_most_1_05_bytes_per_element(shape):
-    codes, scales = encode(jnp.zeros(shape), jnp.int8, noise())
+    codes, scales = jax.eval_shape(lambda: encode(jnp.zeros(shape), jnp.int8, noise()))
     assert math.prod(block_of(shape)) <= BLOCK
     assert codes.shape == shape
     assert scales.ndim == codes.ndim
-    assert codes.nbytes + scales.nbytes <= 1.05 * math.prod(shape)
-
-
-@both
-def test_rounding_is_right_in_the_mean(dtype):
-    """Of every element, over steps: the largest of 1,000 means lies within 4.5 standard deviations."""
-    values, steps = normal(4, 250), 1000
-
-    @jax.jit
-    def rounded(step):
-        return decode(*encode(jnp.asarray(values), dtype, Noise(step, 3)), jnp.float32)
-
-    mean = sum(np.asarray(rounded(step), float) for step in range(steps)) / steps
-    assert (np.abs(mean - values) <= 4.5 * 0.5 / math.sqrt(steps) * gap(dtype, values)).all()
+    assert codes.dtype == jnp.int8
+    assert codes.size + scales.size * scales.dtype.itemsize <= 1.05 * math.prod(shape)
 
 
 @both
@@ -89,19 +82,18 @@ def test_what_was_stored_comes_back_bit_for_bit(dtype):
             np.testing.assert_array_equal(one, other)
 
 
-def test_an_int8_block_keeps_its_largest_element_exactly():
-    values = normal(5, 2 * BLOCK)
-    for step in (None, 0, 1):
-        blocks, found = (array.reshape(-1, BLOCK) for array in (values, stored(jnp.int8, values, step)))
-        largest = np.abs(blocks).argmax(1)[:, None]
-        np.testing.assert_array_equal(np.take_along_axis(blocks, largest, 1), np.take_along_axis(found, largest, 1))
-
-
 @both
-def test_zeros_stay_zeros(dtype):
-    values = np.concatenate([np.zeros(BLOCK), normal(BLOCK), np.zeros(9)]).astype(np.float32)
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(dtype):
+    values = np.concatenate([np.zeros(BLOCK), normal(BLOCK), np.zeros(BLOCK)]).astype(np.float32)
     for step in (None, 0, 1):
         np.testing.assert_array_equal(stored(dtype, values, step)[values == 0], 0)
+        for bad in (np.inf, -np.inf, np.nan):
+            spoilt = values.copy()
+            spoilt[BLOCK + 5] = bad
+            finite = np.isfinite(stored(dtype, spoilt, step))
+            assert not finite[BLOCK + 5]
+            assert finite[:BLOCK].all()
+            assert finite[2 * BLOCK :].all()
 
 
 @both
@@ -114,33 +106,9 @@ def test_tiny_and_huge_values(dtype, size):
         assert (np.abs(found - values) <= np.abs(values.astype(float)).max() / 60 + least).all()
 
 
-@both
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_not_hidden(dtype, bad):
-    values = normal(3 * BLOCK)
-    values[BLOCK + 5] = bad
-    for step in (None, 0):
-        finite = np.isfinite(stored(dtype, values, step))
-        assert not finite[BLOCK + 5]
-        assert finite[:BLOCK].all()
-        assert finite[2 * BLOCK :].all()
-
-
-def test_random_numbers_differ_by_step_tensor_and_row_and_are_spread_evenly():
-    several = [noise(step, number).fractions((2, ROW)) for step, number in [(0, 0), (1, 0), (0, 1), (100_000, 500)]]
-    rows = np.concatenate([np.asarray(each, float) for each in several])
-    assert rows.mean(1) == pytest.approx(0.5, abs=1e-6)
-    assert rows.min() > 1e-5
-    assert rows.max() < 1 - 1e-5
-    correlations = np.corrcoef(np.concatenate([rows, np.roll(rows[:1], 1), np.roll(rows[:1], BLOCK)]))
-    assert np.abs(correlations - np.eye(len(correlations))).max() < 5 / math.sqrt(ROW)
-
-
 @pytest.mark.parametrize("step", [0, 1, 12345, 2_000_000_000])
 @pytest.mark.parametrize("number", [0, 7, 3 << 20])
 def test_random_numbers_are_those_of_mechanic_torch(step, number):
-    torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("mechanic.torch.delta")
     place = theirs.Stored(torch.zeros(2 * ROW + 100), None, number)
     for name in ("fractions", "low_bits"):
         expected = getattr(theirs.Noise(step, torch.device("cpu")), name)(place).numpy()
@@ -151,8 +119,6 @@ def test_random_numbers_are_those_of_mechanic_torch(step, number):
 @both
 @pytest.mark.parametrize("shape", [(100,), (16, 512), (64, 64), (2, 3, 256)], ids=str)
 def test_blocks_that_fill_the_axes_are_rounded_as_in_mechanic_torch(dtype, shape):
-    torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("mechanic.torch.delta")
     values, elements = normal(*shape), math.prod(shape)
     codes = torch.zeros(shape, dtype=torch.int8 if dtype == jnp.int8 else torch.bfloat16)
     scales = torch.zeros(theirs.blocks_in(elements)) if dtype == jnp.int8 else None

@@ -40,6 +40,7 @@ def test_every_size_is_summed_to_float32(shape):
     np.testing.assert_allclose(six, expected_sums(x, g, delta, other), rtol=3e-6)
 
 
+@pytest.mark.long
 def test_a_long_sum_keeps_its_digits():
     """Added up one after the other, ones stop counting at 2^24."""
     x = jnp.ones((1 << 24) + (1 << 22))
