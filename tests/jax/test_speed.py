@@ -16,6 +16,7 @@ def test_a_step_moves_at_most_twice_the_bytes_of_the_base_and_fewer_than_optaxs_
     assert ours.words < 0.9 * theirs.words
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delta", [None, jnp.bfloat16, "int8"])
 def test_outside_of_jit_nothing_is_compiled_in_every_step(delta, request):
     """Else a step takes ten times as long, and what was compiled stays in memory."""
