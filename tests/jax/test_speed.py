@@ -15,6 +15,7 @@ def test_a_step_moves_no_more_bytes_than_that_of_optaxs_mechanize():
     assert ours.words < theirs.words
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delta", [None, jnp.bfloat16, "int8"])
 def test_outside_of_jit_nothing_is_compiled_in_every_step(delta, request):
     """Else a step takes ten times as long, and what was compiled stays in memory."""
