@@ -35,7 +35,11 @@ BASES = {
 def run_jax(base, config, dtype, *, peak=1.0, steps=STEPS, held_out=lambda t: None):
     """``held_out`` names the batch that is observed on a step, if any."""
     images, labels = (jnp.asarray(array.numpy()) for array in digits(torch.float64))
-    optimizer = mechanize(base(lambda t: peak * schedule(t)), config=config, peak_lr=peak, schedule=schedule)
+
+    def rate(t):
+        return peak * schedule(t)
+
+    optimizer = mechanize(base(rate), config=config, schedule=rate)
 
     @jax.grad
     def gradient_of(weight, chosen):

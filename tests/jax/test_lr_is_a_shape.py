@@ -106,3 +106,41 @@ def test_a_learning_rate_of_zero_moves_nothing_where_delta_is_older_than_the_fir
     later, after = run(optimizer, [1.0] * 3, x=x, state=state)
     assert same_bits(later, x)
     assert scale(after) == 0
+
+
+SCHEDULES = {
+    "warm-up and cosine": (optax.warmup_cosine_decay_schedule(0.0, 3e-4, 137, 1000), 3e-4),
+    "a long warm-up": (optax.warmup_cosine_decay_schedule(0.0, 0.02, 123_456, 1_000_000), 0.02),
+    "constant": (optax.constant_schedule(0.1), 0.1),
+    "restarts that rise": (
+        optax.join_schedules([optax.cosine_decay_schedule(peak, 100) for peak in (0.1, 0.2, 0.3)], [100, 200]),
+        0.3,
+    ),
+    "never above 0": (optax.constant_schedule(-1.0), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_peak_is_looked_up_in_the_schedule(name):
+    schedule, peak = SCHEDULES[name]
+    state = mechanize(optax.sgd(schedule), schedule=schedule).init(jnp.ones(2))
+    assert float(state.peak_lr) == pytest.approx(peak, rel=1e-3)
+
+
+def test_the_peak_is_read_from_injected_hyperparameters():
+    base = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
+    injected, given = mechanize(base), mechanize(optax.adamw(3e-4), peak_lr=3e-4)
+    (params, state), (expected, other) = (train(mlp(hidden=4), each, 5) for each in (injected, given))
+    assert float(state.peak_lr) == float(other.peak_lr) == pytest.approx(3e-4)
+    assert float(scale(state)) == pytest.approx(float(scale(other)), rel=1e-3)
+    assert train_loss(params) == pytest.approx(train_loss(expected), rel=1e-3)
+
+
+def test_a_schedule_that_is_missing_or_another_than_the_peak_says_is_told():
+    schedule = optax.cosine_decay_schedule(3e-4, 100)
+    for base in (optax.adamw(schedule), optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)):
+        with pytest.warns(UserWarning, match=r"has a schedule, .* mechanize\(base, schedule=schedule\)"):
+            mechanize(base).init(jnp.ones(2))
+        mechanize(base, peak_lr=3e-4).init(jnp.ones(2))  # it may be left out
+    with pytest.warns(UserWarning, match=r"peaks at 0\.0003, and peak_lr is 1"):
+        mechanize(optax.adamw(schedule), schedule=schedule, peak_lr=1.0)

@@ -28,7 +28,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_stands_after_mechanize_in_a_chain_is_warned_of(reader):
-    with pytest.warns(UserWarning, match=r"mechanize stands last.*put clipping.*before it") as caught:
+    with pytest.warns(UserWarning, match=r"follows mechanize in .* Make mechanize the last element") as caught:
         READERS[reader](chained(optax.clip_by_global_norm(1.0)))
     assert caught[0].filename == __file__
 
@@ -60,7 +60,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_whatever_it_is_and_wherever_mechanize_stands_before_it(name):
     for read in (lambda state: scale({"step": 3, "optimizer": state}), jax.jit(scale)):
-        with pytest.warns(UserWarning, match="mechanize stands last"):
+        with pytest.warns(UserWarning, match="Make mechanize the last element"):
             read(CHAINS[name])
 
 

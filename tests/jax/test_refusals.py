@@ -40,7 +40,7 @@ def test_a_peak_that_is_no_learning_rate_is_refused_where_its_value_is_known(bad
 
 
 def test_a_peak_is_one_number():
-    for wrong in (jnp.ones(2), "1.0", None, 1j):
+    for wrong in (jnp.ones(2), "1.0", 1j):
         with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
             mechanize(optax.sgd(1.0), peak_lr=wrong)
     with pytest.raises(ValueError, match="peak_lr must be a positive learning rate, got"):
@@ -54,7 +54,7 @@ def test_wrong_arguments_are_explained():
         mechanize(optax.sgd(1.0), config={"lamda": 1.0})
     with pytest.raises(TypeError, match=r"schedule must be .* a function of the step, got 0\.001"):
         mechanize(optax.sgd(1e-3), schedule=1e-3)
-    with pytest.raises(ValueError, match=r"labels must be a prefix of the parameters(.|\n)*body"):
+    with pytest.raises(ValueError, match=r"labels must have a name for every part .* have none for \['body'\]"):
         mechanize(optax.sgd(1.0), labels={"bias": "a"}).init(PARAMS)
     optimizer = mechanize(optax.sgd(1.0), config=TunerConfig.paper())
     state = optimizer.init(jnp.ones(2))
