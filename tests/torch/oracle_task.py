@@ -24,14 +24,9 @@ BASES = {
         {"weight_decay": 0.1, "weight_decouple": True},
     ),
 }
-every_base_and_path = pytest.mark.parametrize(
-    ("base", "wrap"),
-    [
-        (base, wrap)
-        for base in BASES
-        for wrap in (by_default, on_copies)
-        if base != "Lion" or wrap is not on_copies  # which it steps on by default
-    ],
+BASES_AND_PATHS = [(base, by_default) for base in BASES] + [(base, on_copies) for base in ("SGD", "momentum", "AdamW")]
+every_path = pytest.mark.parametrize(
+    ("base", "wrap"), [("AdamW", by_default), ("AdamW", on_copies), ("Lion", by_default)]
 )
 CONFIGS = {
     "default": (TunerConfig(), {}),

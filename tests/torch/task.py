@@ -60,6 +60,10 @@ def scale(optimizer):
     return optimizer.param_groups[0]["mechanic_tuner"][4].sum().item()
 
 
+def values_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
 def learned(optimizer, group=0):
     """The betas and the state of a group's tuner, but for the number of steps that were not finite."""
     rows = [row for row, field in enumerate(TunerState._fields, 1) if field != "nonfinite_steps"]

@@ -6,7 +6,7 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.shared import oracle
-from tests.torch.oracle_task import BASES, every_base_and_path, gradient, rows, start
+from tests.torch.oracle_task import BASES, every_path, gradient, rows, start
 from tests.torch.task import digits, scale
 
 EVERY = 3  # steps with an observation among those without
@@ -17,7 +17,7 @@ def loss_of(weight, batch, dtype):
     return torch.nn.functional.cross_entropy(images[rows(batch)] @ weight.T, labels[rows(batch)])
 
 
-@every_base_and_path
+@every_path
 def test_observed_feedback_follows_the_oracle(base, wrap):
     written_here, in_torch, options = BASES[base]
     reference = oracle.Oracle(written_here(lambda t: 1.0), start())
