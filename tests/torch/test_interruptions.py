@@ -35,7 +35,7 @@ def _setup(name):
     """A model and its optimizer, in mid-training."""
     torch.manual_seed(0)
     model = mlp(hidden=8, dtype=torch.bfloat16 if "bfloat16" in name else torch.float32)
-    base = _muon(model) if "Muon" in name else (SGD if "SGD" in name else AdamW)(model.parameters(), lr=1.0)
+    base = _muon(model) if "Muon" in name else AdamW(model.parameters(), lr=1.0)
     optimizer = Mechanic(base, delta="int8" if "int8" in name else None)
     if "backward" in name:
         optimizer.step_in_backward()
@@ -44,7 +44,7 @@ def _setup(name):
     return model, optimizer
 
 
-NAMES = ["AdamW", "AdamW int8", "AdamW bfloat16", "AdamW bfloat16 int8", "SGD", "AdamW inside backward"]
+NAMES = ["AdamW", "AdamW int8", "AdamW bfloat16", "AdamW bfloat16 int8", "AdamW inside backward"]
 if hasattr(torch.optim, "Muon"):
     NAMES.append("Muon and AdamW")
 every_setup = pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic, layer_groups
-from mechanic.torch.layout import read_rates
 from tests.shared import oracle
 from tests.torch.paths import both_paths
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
@@ -87,16 +86,6 @@ def test_a_late_group_may_start_a_tuner_of_its_own():
     assert optimizer.scales()["head"] == 0
     train(model, optimizer, 5, first=5)
     assert all(value > 0 for value in optimizer.scales().values())
-
-
-def test_a_checkpoint_of_other_tuners_is_refused():
-    model, other = mlp(), mlp()
-    saved = Mechanic(torch.optim.AdamW(two_groups(model), lr=1.0), per_group=True).state_dict()
-    shared = Mechanic(torch.optim.AdamW(two_groups(other), lr=1.0))
-    with pytest.raises(
-        ValueError, match=r"group with the tuner of param_groups\[1\]: the checkpoint has 1, this optimizer has 0"
-    ):
-        shared.load_state_dict(saved)
 
 
 class TestLayerGroups:
@@ -184,27 +173,3 @@ def test_a_shown_scale_on_another_device_is_made_anew():
     optimizer.param_groups[0]["d"] = torch.zeros((), device="meta")  # as if the model had been moved
     train(model, optimizer, 1, first=3)
     assert optimizer.param_groups[0]["d"].item() == pytest.approx(scale(optimizer))
-
-
-def test_a_group_that_joins_a_single_one_knows_the_skipped_steps():
-    model = mlp()
-    optimizer = Mechanic(torch.optim.SGD(model[0].parameters(), lr=1.0), skip_nonfinite=True)
-    backward(model, 0)
-    model[0].weight.grad[0, 0] = float("nan")
-    optimizer.step()
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    assert [group["mechanic_skipped"] for group in optimizer.param_groups] == [1, 1]
-
-
-def test_the_learning_rate_of_a_tuner_is_the_largest_of_its_groups():
-    def groups(*rates):
-        return [{"mechanic_row": row, **({} if lr is None else {"lr": lr})} for row, lr in rates]
-
-    def read(*rates):
-        return read_rates(groups(*rates), like=torch.zeros(1, dtype=torch.float64)).tolist()
-
-    assert read((0, 0.25), (0, 0.5)) == [0.5]
-    assert read((0, torch.tensor(0.25)), (0, torch.tensor(0.125))) == [0.25]
-    assert read((0, torch.tensor(0.25)), (0, 0.5)) == [0.5]
-    assert read((0, torch.tensor(0.25)), (0, 0.125)) == [0.25]
-    assert read((0, None), (3, 0.5)) == [1.0, 0.5]
