@@ -1,6 +1,7 @@
 """Muon over processes, and the same in one: the jobs of test_muon_parallel.py."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytorch_optimizer
 import torch
@@ -56,12 +57,7 @@ def follow(layout, make, *, is_exact=True):
     assert_follows(runs[1][0], optimizer, runs[0], within=1e-5 if is_exact else 0.01)
 
 
-def with_one_tuner(model):
-    return MechanicMuon(model)
-
-
-def with_a_tuner_per_role(model):
-    return MechanicMuon(model, tuners="role")
+with_a_tuner_per_role = partial(MechanicMuon, tuners="role")
 
 
 def split(model):

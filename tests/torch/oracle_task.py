@@ -62,6 +62,12 @@ def gradient(weight, step):
     return probabilities.T @ images / len(labels)
 
 
+def loss_of(weight, step):
+    """The same in torch."""
+    (images, labels), chosen = digits(weight.dtype), rows(step)
+    return torch.nn.functional.cross_entropy(images[chosen] @ weight.T, labels[chosen])
+
+
 def start():
     return np.random.default_rng(0).normal(size=(10, 64)) / 8
 
@@ -81,12 +87,10 @@ def run_mechanic(wrap, base, options, config, dtype, steps=STEPS):
     weight = torch.nn.Parameter(torch.tensor(start(), dtype=dtype))
     optimizer = wrap(base([weight], lr=1.0, **options), config=config)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine)
-    images, labels = digits(dtype)
     course = []
     for step in range(steps):
-        chosen = rows(step)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(images[chosen] @ weight.T, labels[chosen]).backward()
+        loss_of(weight, step).backward()
         optimizer.step()
         schedule.step()
         course.append((scale(optimizer), weight.detach().numpy().copy()))

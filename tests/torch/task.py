@@ -79,5 +79,20 @@ def snapshot(model, optimizer):
     return [t.clone() for t in [*tensors, *(group["mechanic_tuner"] for group in optimizer.param_groups)]]
 
 
+def pull(optimizer, steps=1):
+    """Steps on the gradients of a quadratic around 3."""
+    for _ in range(steps):
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            p.grad = p.detach() - 3
+        optimizer.step()
+
+
+def assert_go_on_alike(*pairs, steps, first=0):
+    """Models and their optimizers train on, bit for bit alike."""
+    for model, optimizer in pairs:
+        train(model, optimizer, steps, first=first)
+    assert all(same_bits(snapshot(*pairs[0]), snapshot(*pair)) for pair in pairs[1:])
+
+
 def same_bits(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

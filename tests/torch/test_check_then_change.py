@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from mechanic.torch import Mechanic
 from tests.torch.hostile import everything, what_changed
-from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train
+from tests.torch.task import assert_go_on_alike, backward, mlp, pull, scale, train
 
 
 def two_groups(model, **options):
@@ -49,25 +49,15 @@ def test_a_base_that_was_refused_can_be_wrapped_once_mended(lr):
 
 
 def test_after_a_group_is_removed_a_new_one_gets_a_tuner_of_its_own():
-    first, second, third = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3))
-
-    def step(optimizer, params):
-        for p in params:
-            p.grad = p.detach() - 3
-        optimizer.step()
-
+    first, second, third, single = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(4))
     optimizer = Mechanic(optim.AdamW([{"params": [p]} for p in (first, second, third)], lr=1.0), per_group=True)
-    alone = Mechanic(optim.AdamW([nn.Parameter(torch.ones(3, dtype=torch.float64))], lr=1.0))
-    for _ in range(10):
-        step(optimizer, (first, second, third))
-        step(alone, alone.param_groups[0]["params"])
+    alone = Mechanic(optim.AdamW([single], lr=1.0))
+    pull(optimizer, 10)
     del optimizer.param_groups[1]
     del optimizer.state[second]
-    new = nn.Parameter(1e3 * torch.ones(3, dtype=torch.float64))
-    optimizer.add_param_group({"params": [new]})
-    for _ in range(10):
-        step(optimizer, (first, third, new))
-        step(alone, alone.param_groups[0]["params"])
+    optimizer.add_param_group({"params": [nn.Parameter(1e3 * torch.ones(3, dtype=torch.float64))]})
+    pull(optimizer, 10)
+    pull(alone, 20)
     innocent = [float(scale) for scale in optimizer.scales().values()][:2]
     assert innocent == pytest.approx([scale(alone)] * 2)
     assert len({group["mechanic_row"] for group in optimizer.param_groups}) == 3
@@ -89,9 +79,7 @@ def test_a_run_whose_groups_were_removed_and_added_resumes_in_a_new_optimizer():
     twin_model = copy.deepcopy(model)
     twin = Mechanic(optim.AdamW(two_groups(twin_model)[::-1], lr=1.0), per_group=True)
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for m, o in ((model, optimizer), (twin_model, twin)):
-        train(m, o, 3, first=6)
-    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+    assert_go_on_alike((model, optimizer), (twin_model, twin), steps=3, first=6)
 
 
 def test_a_step_that_had_only_an_observation_can_be_saved_and_loaded():
@@ -105,58 +93,41 @@ def test_a_step_that_had_only_an_observation_can_be_saved_and_loaded():
 
 def test_a_run_can_go_back_to_before_its_first_step():
     """Also where the base writes new entries into its groups as it steps."""
-    p = nn.Parameter(torch.ones(3))
-    optimizer = Mechanic(pytorch_optimizer.Lion([p], lr=1.0))
+    optimizer = Mechanic(pytorch_optimizer.Lion([nn.Parameter(torch.ones(3))], lr=1.0))
     start = copy.deepcopy(optimizer.state_dict())
-    p.grad = p.detach() - 3
-    optimizer.step()
+    pull(optimizer)
     optimizer.load_state_dict(start)
     assert optimizer.scales() == {"default": 0}
 
 
 def test_parameters_that_were_removed_before_a_load_are_not_missed_after_it():
     params = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
-
-    def step(optimizer):
-        for p in params.values():
-            p.grad = p.detach() - 3
-        optimizer.step()
-
     optimizer = Mechanic(optim.AdamW([{"params": [p], "tuner": name} for name, p in params.items()], lr=1.0))
-    step(optimizer)
+    pull(optimizer)
     optimizer.param_groups.pop(0)
     optimizer.state.pop(params["a"])
     bare = optim.AdamW([{"params": [params[name]]} for name in "bc"], lr=1.0)
-    step(bare)
+    pull(bare)
     with pytest.warns(UserWarning, match="fresh tuner"):
         optimizer.load_state_dict(bare.state_dict())
-    step(optimizer)
+    pull(optimizer)
 
 
 def test_a_new_tuner_takes_nothing_over_from_one_that_is_gone():
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-
-    def fill_grads():
-        for p in (a, b, c):
-            p.grad = p.detach() - 3
-
     optimizer = Mechanic(optim.AdamW([{"params": [a], "tuner": "a"}, {"params": [b], "tuner": "b"}], lr=1.0))
-    for _ in range(3):
-        fill_grads()
-        optimizer.step()
-    fill_grads()
+    pull(optimizer, 3)
+    for p in (a, b):
+        p.grad = p.detach() - 3
     optimizer.observe()
     optimizer.param_groups.pop(1)
     optimizer.state.pop(b)
     optimizer.add_param_group({"params": [c], "tuner": "c"})
-    fill_grads()
-    optimizer.step()
+    pull(optimizer)
     assert optimizer.scales()["c"] == 0  # the observation was of another tuner
     optimizer.param_groups.pop(0)
     optimizer.add_param_group({"params": [a, b], "tuner": "d"})  # parameters may change their tuner, with their state
-    for _ in range(2):
-        fill_grads()
-        optimizer.step()
+    pull(optimizer, 2)
     assert all(optimizer.scales().values())
 
 
@@ -173,21 +144,15 @@ def observed():
     return model, optimizer, saved
 
 
-def assert_same_course(*pairs):
-    for model, optimizer in pairs:
-        train(model, optimizer, 2, first=3)
-    assert same_bits(*(snapshot(*pair) for pair in pairs))
-
-
 def test_an_observation_does_not_survive_a_load_but_a_deepcopy():
     model, optimizer, saved = observed()
-    assert_same_course((model, optimizer), copy.deepcopy((model, optimizer)))
+    assert_go_on_alike((model, optimizer), copy.deepcopy((model, optimizer)), steps=2, first=3)
     model, optimizer, saved = observed()
     twin_model = copy.deepcopy(model)
     twin = Mechanic(optim.AdamW(twin_model.parameters(), lr=1.0))
     twin.load_state_dict(copy.deepcopy(saved))
     optimizer.load_state_dict(saved)
-    assert_same_course((model, optimizer), (twin_model, twin))
+    assert_go_on_alike((model, optimizer), (twin_model, twin), steps=2, first=3)
 
 
 def test_a_tuner_that_was_added_since_has_not_been_observed():
@@ -197,7 +162,8 @@ def test_a_tuner_that_was_added_since_has_not_been_observed():
     backward(model, 100)
     optimizer.observe()
     former = optimizer.scales()["default"]
-    optimizer.add_param_group({"params": list(model[2].parameters()), "tuner": "new"})
+    optimizer.add_param_group({"params": list(model[2].parameters()), "tuner": "new", "lr": 1e-4})
+    assert optimizer.scales()["new"] == 0
     train(model, optimizer, 1, first=3)
     assert optimizer.scales()["default"] != former
     assert optimizer.scales()["new"] == 0

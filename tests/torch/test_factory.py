@@ -1,6 +1,5 @@
 """Mechanic as a class, for trainers that are configured with one."""
 
-import importlib
 import inspect
 import pickle
 
@@ -41,11 +40,6 @@ def test_config_may_be_a_dict_and_lr_positional_or_left_out():
     assert MechanicAdamW(params, config=TunerConfig.paper()).config == TunerConfig.paper()
     assert MechanicSGD(params, 0.5).param_groups[0]["lr"] == 0.5
     assert MechanicAdamW(params, peak_lr=0.5, process_group=None).param_groups[0]["mechanic_unit"] == 0.5
-
-
-def test_found_by_dotted_path():
-    module, name = ["mechanic.torch", "MechanicAdamW"]
-    assert getattr(importlib.import_module(module), name) is MechanicAdamW
 
 
 @pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.RAdam, pytorch_optimizer.Lion])

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from mechanic.torch import Mechanic
 from mechanic.torch.base import is_linear_in_lr
 from tests.torch.bases import BY_NAME, Base, every_base
-from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train, values_of
+from tests.torch.task import assert_go_on_alike, backward, mlp, scale, train, values_of
 
 
 def updates(base: Base, lr):
@@ -154,8 +154,6 @@ def test_a_frozen_checkpoint_loads_frozen_and_an_unfrozen_one_thaws():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     twin.load_state_dict(model.state_dict())
     assert other.is_frozen
-    for m, opt in ((model, optimizer), (twin, other)):
-        train(m, opt, 3, first=5)
-    assert same_bits(snapshot(model, optimizer), snapshot(twin, other))
+    assert_go_on_alike((model, optimizer), (twin, other), steps=3, first=5)
     other.load_state_dict(running)
     assert not other.is_frozen

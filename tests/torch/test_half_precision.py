@@ -9,7 +9,7 @@ import torch
 from mechanic.torch import Mechanic
 from mechanic.torch.delta import RESIDUAL_DTYPE
 from tests.torch import half_precision
-from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train, values_of
+from tests.torch.task import assert_go_on_alike, backward, mlp, same_bits, scale, train, values_of
 
 HALF = [torch.bfloat16, torch.float16]
 BASES = ["AdamW", "SGD momentum", "Lion"]
@@ -131,9 +131,7 @@ def test_the_bases_moments_are_float32_and_a_load_keeps_every_dtype(dtype):
     twin = Mechanic(torch.optim.AdamW(twin_model.parameters(), lr=1.0))
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert {key: value.dtype for key, value in twin.state[twin_model[0].weight].items()} == dtypes
-    for m, opt in ((model, optimizer), (twin_model, twin)):
-        train(m, opt, 3, first=3)
-    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+    assert_go_on_alike((model, optimizer), (twin_model, twin), steps=3, first=3)
 
 
 def test_a_model_that_is_cast_to_float32_in_mid_training_has_no_residual_any_more():

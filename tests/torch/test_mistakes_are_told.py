@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 from mechanic.integrations import readings
-from mechanic.torch import Mechanic, MechanicAdamW, mechanic_class
+from mechanic.torch import Mechanic
 from tests.torch.task import backward, mlp, train
 
 
@@ -25,13 +25,6 @@ def step(p, optimizer, grad=1.0):
 
 
 # Warnings.
-
-
-def test_the_base_may_step_by_itself_once_it_is_released():
-    model = mlp()
-    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
-    train(model, optimizer, 3)
-    train(model, optimizer.release(), 3)
 
 
 @pytest.mark.parametrize(("bad", "skip"), [(float("inf"), False), (float("nan"), True)])
@@ -113,11 +106,8 @@ def test_a_bound_that_holds_the_scale_is_told_once(bounds, end):
     assert len(told) == 1
 
 
-def test_a_bound_that_holds_only_while_the_scale_finds_its_size_needs_no_word():
+def test_a_bound_out_of_reach_or_that_holds_only_while_the_scale_finds_its_size_needs_no_word():
     assert shrink({"min_lr": 10.0}, steps=50) == pytest.approx(10.0)
-
-
-def test_a_bound_out_of_reach_needs_no_word():
     assert 1e-9 < shrink({"min_lr": 1e-9, "max_lr": 1e9}) < 1e9
 
 
@@ -169,22 +159,6 @@ def test_after_the_last_step_of_a_schedule_the_rate_is_that_of_the_last_step():
 
 
 # Messages.
-
-
-def test_parameters_where_an_optimizer_is_wanted():
-    with pytest.raises(TypeError, match=r"got generator; write Mechanic\(torch\.optim\.AdamW\(model\.parameters"):
-        Mechanic(mlp().parameters())
-
-
-def test_a_class_that_is_a_mechanic_already():
-    with pytest.raises(TypeError, match="MechanicAdamW is a Mechanic already"):
-        mechanic_class(MechanicAdamW)
-
-
-@pytest.mark.parametrize("lr", [float("nan"), float("inf")])
-def test_a_learning_rate_that_is_no_number(lr):
-    with pytest.raises(ValueError, match="a learning rate must be a finite number"):
-        Mechanic(optim.SGD([nn.Parameter(torch.ones(3))], lr=lr))
 
 
 def test_a_parameter_that_has_changed_its_shape():

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from torch import optim
 
+from mechanic.torch import MechanicMuon
 from tests.torch import muon_parallel as jobs
 from tests.torch.parallel import run
 
@@ -16,7 +17,7 @@ pytestmark = [
 LAYOUTS = {1: ["fsdp2"], 2: ["ddp", "fsdp2", "tp"], 4: ["fsdp2", "hsdp", "tp+fsdp2"]}
 OTHERS = {
     2: [
-        partial(jobs.follow, "fsdp2", jobs.with_one_tuner),
+        partial(jobs.follow, "fsdp2", MechanicMuon),
         *(partial(jobs.follow, "fsdp2", partial(jobs.another, name)) for name in ("Muon", "AdaMuon")),
         jobs.of_each_alone,
         jobs.zero_redundancy,
@@ -33,7 +34,7 @@ OTHERS = {
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_follows_one_process(ranks, tmp_path):
     exact = [partial(jobs.follow, layout, jobs.with_a_tuner_per_role) for layout in LAYOUTS[ranks]]
-    as_it_is = [partial(jobs.follow, layout, jobs.with_one_tuner, is_exact=False) for layout in LAYOUTS[ranks]]
+    as_it_is = [partial(jobs.follow, layout, MechanicMuon, is_exact=False) for layout in LAYOUTS[ranks]]
     run(ranks, tmp_path / "ranks", [*exact, *as_it_is, *OTHERS.get(ranks, [])])
 
 

@@ -10,8 +10,8 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.shared import oracle
-from tests.torch.oracle_task import BASES, gradient, rows, start
-from tests.torch.task import digits, scale
+from tests.torch.oracle_task import BASES, gradient, loss_of, start
+from tests.torch.task import scale
 
 OWN = {
     "schedule-free SGD": lambda params: schedulefree.SGDScheduleFree(params, lr=1.0),
@@ -22,11 +22,6 @@ OWN = {
     "AccSGD": lambda params: pytorch_optimizer.AccSGD(params, lr=1.0),
     "Ranger": lambda params: pytorch_optimizer.Ranger(params, lr=1.0),
 }
-
-
-def loss_of(weight, step):
-    images, labels = digits(weight.dtype)
-    return torch.nn.functional.cross_entropy(images[rows(step)] @ weight.T, labels[rows(step)])
 
 
 def train(weight, optimizer, steps):

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
 
 from tests.torch import parallel
 from tests.torch.parallel import TIMEOUT, follow, run
@@ -41,6 +42,15 @@ def test_every_layout_follows_one_process(ranks, tmp_path):
     jobs = [partial(follow, layout) for layout in LAYOUTS[ranks]]
     flat = partial(follow, "fsdp1, flat", per_group=False)  # whose groups cannot be told apart
     run(ranks, tmp_path / "ranks", [*jobs, flat, parallel.zero_redundancy, *JOBS.get(ranks, [])])
+
+
+def fail_on_the_second():
+    assert dist.get_rank() == 0, "as it must"
+
+
+def test_what_goes_wrong_on_any_rank_is_told(tmp_path):
+    with pytest.raises(AssertionError, match=r"1 of 1 jobs failed on 2 ranks:\n.*fail_on_the_second.*, on rank 1\n"):
+        run(2, tmp_path / "ranks", [fail_on_the_second])
 
 
 SAVED = {  # on so many ranks: kinds of runs, and layouts

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mechanic.torch import Mechanic, buckets
-from tests.torch.task import mlp, same_bits, scale, snapshot, train, values_of
+from tests.torch.task import assert_go_on_alike, mlp, same_bits, scale, train, values_of
 
 
 def descend(params, loss, steps=60, **options):
@@ -122,9 +122,7 @@ def test_frameworks_may_replace_state_and_groups_and_add_to_the_base():
     assert optimizer.base.param_groups is optimizer.param_groups
     optimizer.base.add_param_group({"params": list(model[2].parameters())})
     twin = Mechanic(torch.optim.AdamW([{"params": list(twin_model[i].parameters())} for i in (0, 2)], lr=1.0))
-    for m, opt in ((model, optimizer), (twin_model, twin)):
-        train(m, opt, 30)
-    assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
+    assert_go_on_alike((model, optimizer), (twin_model, twin), steps=30)
 
 
 def test_hooks_on_the_base_run_once_per_step_before_and_after_all_parameters_have_moved(monkeypatch):

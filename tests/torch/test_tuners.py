@@ -78,30 +78,18 @@ def test_lr_ratios_stay_within_a_tuner_and_are_dropped_between_tuners():
     assert [group["mechanic_unit"] for group in optimizer.param_groups] == [1e-3, 5.0]
 
 
-def test_a_late_group_may_start_a_tuner_of_its_own():
-    model = mlp()
-    optimizer = Mechanic(torch.optim.AdamW(list(model[0].parameters()), lr=1.0))
-    train(model, optimizer, 5)
-    optimizer.add_param_group({"params": list(model[2].parameters()), "tuner": "head", "lr": 1e-4})
-    assert optimizer.scales()["head"] == 0
-    train(model, optimizer, 5, first=5)
-    assert all(value > 0 for value in optimizer.scales().values())
-
-
 class TestLayerGroups:
+    def test_a_weight_and_its_bias_share_a_tuner(self):
+        model = mlp()
+        groups = layer_groups(model)
+        assert [group["tuner"] for group in groups] == ["0", "2"]
+        assert [len(group["params"]) for group in groups] == [2, 2]
+        assert layer_groups(model, [{"params": model.named_parameters()}]) == groups
+
     def test_a_group_may_be_one_tensor(self):
         model = mlp()
         groups = layer_groups(model, [{"params": model[0].weight, "weight_decay": 0.1}])
         assert groups == [{"params": [model[0].weight], "weight_decay": 0.1, "tuner": "0"}]
-
-    def test_parameters_may_come_with_their_names(self):
-        model = mlp()
-        assert layer_groups(model, [{"params": model.named_parameters()}]) == layer_groups(model)
-
-    def test_a_weight_and_its_bias_share_a_tuner(self):
-        groups = layer_groups(mlp())
-        assert [group["tuner"] for group in groups] == ["0", "2"]
-        assert [len(group["params"]) for group in groups] == [2, 2]
 
     def test_the_users_options_are_kept_and_one_layer_is_one_tuner(self):
         model = mlp()
