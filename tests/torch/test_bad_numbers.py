@@ -7,7 +7,7 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import Base
-from tests.torch.paths import both_paths, by_default, every_start, every_start_and_int8, on_copies
+from tests.torch.paths import by_default, every_start, every_start_and_int8, on_copies
 from tests.torch.task import backward, learned, mlp, same_bits, snapshot, train, train_loss
 
 BAD = (float("inf"), float("-inf"), float("nan"), 3e38)
@@ -127,11 +127,10 @@ def test_a_late_group_knows_how_many_steps_were_skipped(tuner):
     assert optimizer.skipped_steps == 1
 
 
-@both_paths
-def test_one_bad_tuner_does_not_hold_up_the_others(wrap):
+def test_one_bad_tuner_does_not_hold_up_the_others():
     model = mlp()
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
-    optimizer = wrap(torch.optim.SGD(groups, lr=1.0), per_group=True)
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=1.0), per_group=True)
     train(model, optimizer, 5)
     before = [learned(optimizer, group) for group in range(2)]
     optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from mechanic.torch import Mechanic, Together, buckets, step
 from mechanic.torch.buckets import decoded
 from tests.torch.bases import BY_NAME
-from tests.torch.paths import both_paths, by_default, instead_of_its_step, on_copies
+from tests.torch.paths import by_default, instead_of_its_step, on_copies
 from tests.torch.task import backward, mlp, same_bits, scale, snapshot, train, train_loss, values_of
 
 BFLOAT16 = torch.bfloat16
@@ -70,6 +70,7 @@ def test_codes_are_kept_and_a_checkpoint_has_plain_tensors_of_the_parameters_sha
         assert entry["mechanic_delta"].double().equal(delta_of(optimizer, p))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("base", "wrap", "delta"),
     [(AdamW, by_default, BFLOAT16), (AdamW, on_copies, "int8"), (SGD, by_default, "int8")],
@@ -86,7 +87,7 @@ def test_training_comes_as_far(delta, wrap, base):
 # One step.
 
 
-@both_paths
+@pytest.mark.parametrize("wrap", [by_default, on_copies])
 @rounded
 def test_parameters_move_by_the_delta_that_is_not_yet_rounded_which_is_within_a_gap(wrap, delta):
     model, optimizer = trained(delta, wrap, SGD, dtype=torch.float64, config={"forgetting": 0.0})
@@ -299,6 +300,7 @@ def test_a_group_that_is_added_gets_a_delta_of_the_same_kind():
     assert {optimizer.state[p]["mechanic_delta"].dtype for p in model.parameters()} == {torch.int8}
 
 
+@pytest.mark.long
 def test_own_iterates():
     losses = {}
     for delta in (None, "int8"):

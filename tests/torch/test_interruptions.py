@@ -152,13 +152,14 @@ class _Failing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @every_setup
 def test_an_operation_that_fails_leaves_every_parameter_before_or_after_its_move(name):
     if "backward" in name:
         pytest.skip("the mode would see the backward pass as well")
     points, saved, number = _points(name), _setup(name), 0
     while True:
-        number += 3
+        number += 5
         model, optimizer = copy.deepcopy(saved)
         backward(model, 12)
         try:
@@ -171,6 +172,7 @@ def test_an_operation_that_fails_leaves_every_parameter_before_or_after_its_move
     assert number > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["AdamW", "AdamW bfloat16 int8"])
 def test_ctrl_c_at_random_moments_leaves_every_parameter_before_or_after_its_move(name):
     def interrupt(*_):
@@ -262,7 +264,7 @@ def test_a_state_dict_that_was_handed_out_stays_whole_while_training_goes_on():
 
     thread = threading.Thread(target=save)
     thread.start()
-    steps(40)
+    steps(20)
     stop.set()
     thread.join()
     for file in saved:

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import BY_NAME, Base, some_bases
-from tests.torch.paths import assert_updated_by, both_paths, deltas_of
+from tests.torch.paths import assert_updated_by, deltas_of
 from tests.torch.task import backward, same_bits, scale, train
 
 LRS = (1e-6, 1.0, 1e6)
@@ -98,12 +98,11 @@ def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tun
     assert after_21_steps([0.0, 1.0]) == after_21_steps([1.0, 0.0]) == unstopped
 
 
-@both_paths
-def test_ratios_between_groups_of_one_tuner_stay(wrap):
+def test_ratios_between_groups_of_one_tuner_stay():
     """The first update of SGD is -lr times the gradient, and all there is in Delta."""
     model = BY_NAME["SGD"].model(dtype=torch.float64)
     groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-4}]
-    optimizer = wrap(torch.optim.SGD(groups, lr=7.0))
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=7.0))
     assert [group["mechanic_unit"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     train(model, optimizer, 1)
     for group, rate in zip(optimizer.param_groups, (1.0, 0.1), strict=True):
@@ -112,10 +111,9 @@ def test_ratios_between_groups_of_one_tuner_stay(wrap):
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4]
 
 
-@both_paths
-def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak(wrap):
+def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak():
     model = BY_NAME["SGD"].model(dtype=torch.float64)
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)
     schedule = lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.05, step_size_up=5, cycle_momentum=False)
     rates = []
     for step in range(10):

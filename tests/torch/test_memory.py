@@ -35,6 +35,7 @@ def test_other_layouts_take_no_more(layout):
     assert most <= bytes_ + OF_PIECES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "kept", "most"), [(torch.float32, 9.05, 10e6), (torch.bfloat16, 7.1, 8e6)], ids=["float32", "bfloat16"]
 )

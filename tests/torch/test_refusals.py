@@ -1,5 +1,7 @@
 """What cannot be wrapped is refused with a message that says what to do."""
 
+import re
+
 import prodigyopt
 import pytest
 import pytorch_optimizer
@@ -87,12 +89,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name):
-    make, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
+def said_by(make, error):
+    try:
         make()
+    except error as refusal:
+        return str(refusal)
+    return "nothing"
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_what_cannot_work_is_refused():
+    said = {name: said_by(make, error) for name, (make, error, _) in REFUSED.items()}
+    assert {name: text for name, text in said.items() if not re.search(REFUSED[name][2], text)} == {}
 
 
 def test_sparse_gradients():

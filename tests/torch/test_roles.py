@@ -66,6 +66,27 @@ def of_torch():
 
 VECTORS = ["*.bias", "*[Nn]orm*", "*ln_*"]
 MODELS = {
+    "ResNet": (
+        ResNet,
+        {"conv": ["*conv?.weight", "*.downsample.weight", "stem.weight"], "head": ["fc.weight"], "vector": ["*.bn?.*"]},
+    ),
+    "LoRA": (
+        LoraModel,
+        {
+            "matrix": ["*.lora_[AB].*", "*.fused_qkv.base_layer.weight", "lora_embedding_B.*"],
+            "embedding": ["lora_embedding_A.*"],
+            "head": ["lm_head.base_layer.weight"],
+        },
+    ),
+    "torch.nn": (
+        of_torch,
+        {
+            "matrix": ["attention.*weight", "lstm.weight*", "body.0.weight"],
+            "embedding": ["bag.weight"],
+            "head": ["head.weight"],
+            "vector": ["*.bias_?h_l0", "*.in_proj_bias", "body.1.*"],
+        },
+    ),
     "GPT-2": (
         lambda: transformer("GPT2LMHeadModel", "GPT2Config", **OF_GPT2, bos_token_id=1, eos_token_id=2),
         {"matrix": ["*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight"], "embedding": ["*.wte.*", "*.wpe.*"]},
@@ -120,27 +141,6 @@ MODELS = {
             "experts": ["*.experts.*"],
             "embedding": ["*.embed_tokens.*"],
             "head": ["lm_head.weight"],
-        },
-    ),
-    "ResNet": (
-        ResNet,
-        {"conv": ["*conv?.weight", "*.downsample.weight", "stem.weight"], "head": ["fc.weight"], "vector": ["*.bn?.*"]},
-    ),
-    "LoRA": (
-        LoraModel,
-        {
-            "matrix": ["*.lora_[AB].*", "*.fused_qkv.base_layer.weight", "lora_embedding_B.*"],
-            "embedding": ["lora_embedding_A.*"],
-            "head": ["lm_head.base_layer.weight"],
-        },
-    ),
-    "torch.nn": (
-        of_torch,
-        {
-            "matrix": ["attention.*weight", "lstm.weight*", "body.0.weight"],
-            "embedding": ["bag.weight"],
-            "head": ["head.weight"],
-            "vector": ["*.bias_?h_l0", "*.in_proj_bias", "body.1.*"],
         },
     ),
 }
