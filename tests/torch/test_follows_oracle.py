@@ -12,6 +12,7 @@ from tests.torch.paths import by_default
 from tests.torch.task import scale
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:S is held by a bound")
 @pytest.mark.parametrize(
     ("base", "wrap", "config"),

@@ -66,6 +66,7 @@ def test_a_frozen_scale_goes_on_as_the_learned_one_would(base: Base):
 NAMES = [name for name in ("AdamW", "SGD momentum", "Lion", "Muon", "AdamW tensor lr") if name in BY_NAME]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype"), [("AdamW", torch.float32), *((name, torch.float64) for name in NAMES)], ids=str
 )
