@@ -121,6 +121,7 @@ SITUATIONS = [
     Situation("two tuners", optim.AdamW, layers("a", "b")),
     Situation("a tuner per group", with_options(optim.SGD, momentum=0.9), layers(None, None), {"per_group": True}),
     Situation("bfloat16", optim.AdamW, model_options={"dtype": torch.bfloat16}),
+    Situation("int8", optim.AdamW, options={"delta": "int8"}),
     Situation("skipping", optim.AdamW, options={"skip_nonfinite": True}),
     Situation("frozen", optim.AdamW, frozen=True),
     Situation("frozen bfloat16", optim.AdamW, model_options={"dtype": torch.bfloat16}, frozen=True),

@@ -1,17 +1,16 @@
-"""Muon over processes, and the same in one: what the ranks of test_muon_parallel.py do."""
+"""Muon over processes, and the same in one: the jobs of test_muon_parallel.py."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytorch_optimizer
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 from mechanic.torch import Mechanic, MechanicMuon, Together, roles
 from tests.torch import parallel
-from tests.torch.parallel import parameters, placed, report, tuners_of
-from tests.torch.task import same_bits, snapshot
+from tests.torch.parallel import assert_follows, everything, message_of, parameters, placed
 
 STEPS = 6
 SAVED_AFTER = 3
@@ -20,9 +19,9 @@ SAVED_AFTER = 3
 class Model(nn.Module):
     """Matrices that are wide and tall, with rows that do not divide evenly; 5 rows leave the last of 4 ranks none."""
 
-    def __init__(self, seed=0, narrow=5):
+    def __init__(self, narrow=5):
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.first, self.second = nn.Linear(13, 12), nn.Linear(12, 7)
         self.narrow, self.wide = nn.Linear(7, narrow), nn.Linear(narrow, 11)
         self.head = nn.Linear(11, 3)
@@ -45,56 +44,48 @@ def exact():
         torch.Tensor.bfloat16 = bfloat16
 
 
-def train(model, optimizer, part=lambda tensor: tensor, steps=STEPS, first=0):
-    parallel.train(model, optimizer, steps, first, part)
+def follow(layout, make, *, is_exact=True):
+    """``make`` makes the optimizer of a model."""
+    runs = []
+    with exact() if is_exact else nullcontext():
+        for where in ("alone", layout):
+            model, part = placed(where, Model())
+            optimizer = make(model)
+            parallel.train(model, optimizer, STEPS, part=part)
+            runs.append((parameters(model), optimizer.scales()))
+    # Sums in another order change the last of bfloat16's digits, which is the third.
+    assert_follows(runs[1][0], optimizer, runs[0], within=1e-5 if is_exact else 0.01)
 
 
-def alone(tuners):
-    """The same run in one process: the parameters, and S of every tuner."""
-    model = Model()
-    optimizer = MechanicMuon(model, tuners=tuners)
-    train(model, optimizer)
-    return parameters(model), optimizer.scales()
+with_a_tuner_per_role = partial(MechanicMuon, tuners="role")
 
 
-def follow(layout, tuners):
-    expected = alone(tuners)
-    model, part = placed(layout, Model())
-    optimizer = MechanicMuon(model, tuners=tuners)
-    train(model, optimizer, part)
-    return report(parameters(model), optimizer.scales(), expected, tuners_of(optimizer))
-
-
-def follow_exactly(layout, tuners):
-    with exact():
-        return follow(layout, tuners)
+def split(model):
+    """The matrices that Muon takes, and the rest."""
+    found = roles(model)
+    rest = [p for role, named in found.items() if role != "matrix" for p in named.values()]
+    return list(found["matrix"].values()), rest
 
 
 def groups_for(model):
     """As most other Muons take them, which have an AdamW of their own."""
-    found = roles(model)
-    rest = [p for role, named in found.items() if role != "matrix" for p in named.values()]
-    return [{"params": list(found["matrix"].values()), "use_muon": True}, {"params": rest, "use_muon": False}]
+    return [
+        {"params": params, "use_muon": of_muon} for params, of_muon in zip(split(model), (True, False), strict=True)
+    ]
 
 
-def follow_with_another(layout, name):
-    """With a Muon of pytorch_optimizer's."""
-    with exact():
-        runs = []
-        for model, part in ((Model(), lambda tensor: tensor), placed(layout, Model())):
-            groups = [{**group, "lr": 1.0} for group in groups_for(model)]
-            optimizer = Mechanic(getattr(pytorch_optimizer, name)(groups))
-            train(model, optimizer, part)
-            runs.append((parameters(model), optimizer.scales()))
-    return report(*runs[1], runs[0], tuners_of(optimizer))
+def another(name, model):
+    """A Muon of pytorch_optimizer's."""
+    return Mechanic(getattr(pytorch_optimizer, name)([{**group, "lr": 1.0} for group in groups_for(model)]))
 
 
-def of_each_alone(layout):
-    """How far Muon on what a rank holds would be from Muon on whole matrices, after one step at lr = 0.1."""
+def of_each_alone():
+    """Muon on what a rank holds would be far from Muon on whole matrices."""
     with exact():
         moved = []
-        for model, part in ((Model(), lambda tensor: tensor), placed(layout, Model())):
-            matrix = model.first.weight
+        for layout in ("alone", "fsdp2"):
+            model, part = placed(layout, Model())
+            matrix, start = model.first.weight, parameters(model)["first.weight"]
             parallel.loss_of(model, 0, part).backward()
             if hasattr(matrix, "to_local"):
                 local = nn.Parameter(matrix.to_local().detach().clone())
@@ -103,60 +94,36 @@ def of_each_alone(layout):
                 matrix.to_local().data.copy_(local.data)
             else:
                 torch.optim.Muon([matrix], lr=0.1).step()
-            moved.append(parameters(model)["first.weight"] - parameters(Model())["first.weight"])
-    return {"off": ((moved[1] - moved[0]).norm() / moved[0].norm()).item()}
+            moved.append(parameters(model)["first.weight"] - start)
+    assert (moved[1] - moved[0]).norm() > 0.1 * moved[0].norm()
 
 
-def collectives(layout):
-    """How many a step takes per matrix without Mechanic, and how many more with it."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
+def one_collective_more_than_muon_which_takes_many(layout):
     counts = []
     for wrap in (lambda bare: bare, Mechanic):
         model, part = placed(layout, Model())
-        found = roles(model)
-        matrices = list(found["matrix"].values())
-        rest = [p for role, named in found.items() if role != "matrix" for p in named.values()]
+        matrices, rest = split(model)
         optimizer = wrap(Together(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)))
-        train(model, optimizer, part, 2)
-        parallel.loss_of(model, 2, part).backward()
-        with CommDebugMode() as mode:
-            optimizer.step()
-        counts.append(mode.get_total_counts())
-    return {"ours": counts[1] - counts[0], "per matrix": counts[0] / len(matrices)}
+        parallel.train(model, optimizer, 2, part=part)
+        counts.append(parallel.collectives_of_a_step(model, optimizer, part))
+    assert counts[1] - counts[0] == 1
+    assert layout != "fsdp2" or counts[0] > 10 * len(matrices)
+
+
+def build(kind, layout):
+    model, part = placed(layout, Model())
+    return model, with_a_tuner_per_role(model), part
 
 
 def save(layout, folder):
     with exact():
-        model, part = placed(layout, Model())
-        optimizer = MechanicMuon(model, tuners="role")
-        train(model, optimizer, part, SAVED_AFTER)
-    optimizer.zero_grad()
-    dcp.save(parallel.checkpoint_of(model, optimizer), checkpoint_id=_path(folder, layout))
-    return {}
+        parallel.save("Muon", layout, folder, build=build, steps=SAVED_AFTER)
 
 
-def resume(saved, ranks_then, layout, folder):
+def resume(layout, ranks, into, folder):
     with exact():
-        model, part = placed(layout, Model(seed=1))
-        optimizer = MechanicMuon(model, tuners="role")
-        parallel.load(model, optimizer, _path(folder, saved, ranks_then))
-        train(model, optimizer, part, STEPS - SAVED_AFTER, first=SAVED_AFTER)
-        return report(parameters(model), optimizer.scales(), alone("role"), tuners_of(optimizer))
-
-
-def resume_bitwise(layout, folder):
-    path = f"{folder}/bitwise {layout}"
-    model, part = placed(layout, Model())
-    optimizer = MechanicMuon(model)
-    train(model, optimizer, part, 2)
-    dcp.save(parallel.checkpoint_of(model, optimizer), checkpoint_id=path)
-    again, part = placed(layout, Model(seed=1))
-    resumed = MechanicMuon(again, lr=3.0)
-    parallel.load(again, resumed, path)
-    for each, other in ((model, optimizer), (again, resumed)):
-        train(each, other, part, 2, first=2)
-    return {"same": _on_all(same_bits(snapshot(model, optimizer), snapshot(again, resumed)))}
+        saved = "Muon", layout, ranks
+        parallel.resume(saved, "Muon", into, folder, within=1e-5, build=build, steps=SAVED_AFTER)
 
 
 def zero_redundancy():
@@ -165,67 +132,41 @@ def zero_redundancy():
 
     with exact():
         plain = Model()
-        matrices = [p for p in plain.parameters() if p.ndim == 2]
-        together = Mechanic(torch.optim.Muon(matrices, lr=1.0))
-        train(plain, together)
+        together = Mechanic(torch.optim.Muon([p for p in plain.parameters() if p.ndim == 2], lr=1.0))
+        parallel.train(plain, together, STEPS, part=everything)
         model = nn.parallel.DistributedDataParallel(Model())
         sharded = ZeroRedundancyOptimizer(
             [p for p in model.parameters() if p.ndim == 2],
             lambda params, **options: Mechanic(torch.optim.Muon(params, **options), process_group=dist.group.WORLD),
             lr=1.0,
         )
-        train(model, sharded, parallel.share)
-    inner = sharded.optim
-    return report(parameters(model), inner.scales(), (parameters(plain), together.scales()), tuners_of(inner))
+        parallel.train(model, sharded, STEPS)
+    assert_follows(parameters(model), sharded.optim, (parameters(plain), together.scales()), within=1e-5)
 
 
-def refused_under_fsdp1(use_orig_params):
-    """What is said when the optimizer is built, and when it was built before and steps."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    def wrap(model):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
-
-    said = {"built": _message_of(lambda: MechanicMuon(wrap(Model()), process_group=dist.group.WORLD))}
-    if use_orig_params:
-        model = Model()
-        muon = torch.optim.Muon([model.first.weight, model.second.weight], lr=1.0)
-        optimizer = Mechanic(Together(muon, torch.optim.AdamW(model.head.parameters())), process_group=dist.group.WORLD)
-        model = wrap(model)
-        parallel.loss_of(model, 0).backward()
-        before = [p.detach().clone() for p in model.parameters()]
-        said["stepped"] = _message_of(optimizer.step)
-        kept = all(p.equal(was) for p, was in zip(model.parameters(), before, strict=True))
-        said["nothing changed"] = _on_all(kept and not optimizer.state)
-    return said
+def flat_parts_are_refused_before_anything_has_changed():
+    """Under FSDP1, when the optimizer is built, and if it was built before, when it steps."""
+    for use_orig_params in (True, False):
+        model = parallel.flat(Model(), use_orig_params=use_orig_params)
+        assert "fully_shard" in message_of(lambda m=model: MechanicMuon(m, process_group=dist.group.WORLD))
+    model = Model()
+    muon = torch.optim.Muon([model.first.weight, model.second.weight], lr=1.0)
+    optimizer = Mechanic(Together(muon, torch.optim.AdamW(model.head.parameters())), process_group=dist.group.WORLD)
+    model = parallel.flat(model, use_orig_params=True)
+    parallel.loss_of(model, 0).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert "fully_shard" in message_of(optimizer.step)
+    assert all(p.equal(was) for p, was in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
 
 
-def refused_with_too_few_rows(layout):
-    """More ranks than rows: torch's Muon fails halfway, with some parameters moved."""
-    model, part = placed(layout, Model(narrow=3))
-    bare = torch.optim.Muon([model.first.weight, model.narrow.weight], lr=1.0)
-    optimizer = Mechanic(bare)
+def fewer_rows_than_ranks_are_refused_by_their_shape_before_anything_has_changed():
+    """torch's Muon fails halfway, with some parameters moved."""
+    model, part = placed("fsdp2", Model(narrow=3))
+    optimizer = Mechanic(torch.optim.Muon([model.first.weight, model.narrow.weight], lr=1.0))
     parallel.loss_of(model, 0, part).backward()
-    said = {"stepped": _message_of(optimizer.step), "nothing changed": _on_all(not optimizer.state)}
+    assert "here one of shape (3, 7)" in message_of(optimizer.step)
+    assert not optimizer.state
     optimizer = MechanicMuon(model, roles={"narrow.weight": "vector"})
-    train(model, optimizer, part, 3)
-    said["with the remedy"] = _on_all(optimizer.scales()["default"] > 0)
-    return said
-
-
-def _message_of(function):
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _on_all(flag):
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, flag)
-    return all(gathered)
-
-
-def _path(folder, layout, ranks=None):
-    return f"{folder}/{layout} on {ranks or dist.get_world_size()}"
+    parallel.train(model, optimizer, 3, part=part)
+    assert optimizer.scales()["default"] > 0

@@ -24,14 +24,9 @@ BASES = {
         {"weight_decay": 0.1, "weight_decouple": True},
     ),
 }
-every_base_and_path = pytest.mark.parametrize(
-    ("base", "wrap"),
-    [
-        (base, wrap)
-        for base in BASES
-        for wrap in (by_default, on_copies)
-        if base != "Lion" or wrap is not on_copies  # which it steps on by default
-    ],
+BASES_AND_PATHS = [(base, by_default) for base in BASES] + [(base, on_copies) for base in ("SGD", "momentum", "AdamW")]
+every_path = pytest.mark.parametrize(
+    ("base", "wrap"), [("AdamW", by_default), ("AdamW", on_copies), ("Lion", by_default)]
 )
 CONFIGS = {
     "default": (TunerConfig(), {}),
@@ -67,6 +62,12 @@ def gradient(weight, step):
     return probabilities.T @ images / len(labels)
 
 
+def loss_of(weight, step):
+    """The same in torch."""
+    (images, labels), chosen = digits(weight.dtype), rows(step)
+    return torch.nn.functional.cross_entropy(images[chosen] @ weight.T, labels[chosen])
+
+
 def start():
     return np.random.default_rng(0).normal(size=(10, 64)) / 8
 
@@ -86,12 +87,10 @@ def run_mechanic(wrap, base, options, config, dtype, steps=STEPS):
     weight = torch.nn.Parameter(torch.tensor(start(), dtype=dtype))
     optimizer = wrap(base([weight], lr=1.0, **options), config=config)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine)
-    images, labels = digits(dtype)
     course = []
     for step in range(steps):
-        chosen = rows(step)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(images[chosen] @ weight.T, labels[chosen]).backward()
+        loss_of(weight, step).backward()
         optimizer.step()
         schedule.step()
         course.append((scale(optimizer), weight.detach().numpy().copy()))

@@ -45,9 +45,6 @@ every_start = _starts(*STARTS)
 every_start_and_int8 = _starts(*STARTS, ("AdamW", in_int8))
 """Also with Delta in int8, whose rounding the test must allow."""
 
-both_paths = pytest.mark.parametrize("wrap", [by_default, on_copies])
-"""For tests that name a base themselves, which by default starts at zero."""
-
 
 @contextmanager
 def instead_of_its_step(base: Optimizer, stand_in: Callable[[Callable[[], Any], Optimizer], Any]):

@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import schedulefree
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from mechanic.torch import Mechanic, layer_groups
+from mechanic.torch import Mechanic, MechanicMuon, Together, layer_groups, mechanic_class
 from tests.torch.bases import BASES, BY_NAME
 from tests.torch.paths import on_copies
 from tests.torch.task import backward, mlp, snapshot, train
@@ -40,6 +41,23 @@ def sgd_per_layer(model):
     return Mechanic(torch.optim.SGD(layer_groups(model), lr=1.0))
 
 
+def in_backward(model):
+    optimizer = adamw(model, delta="int8")
+    optimizer.step_in_backward()
+    return optimizer
+
+
+def together(model):
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == dims] for dims in (2, 1))
+    return Mechanic(Together(torch.optim.SGD(matrices, momentum=0.9), torch.optim.AdamW(vectors, 1.0)), per_group=True)
+
+
+def own_iterates(model):
+    optimizer = Mechanic(schedulefree.AdamWScheduleFree(model.parameters(), lr=1.0))
+    optimizer.train()
+    return optimizer
+
+
 def half_mixed(seed):
     model = mlp(seed=seed)
     model[0].to(torch.bfloat16)
@@ -65,19 +83,33 @@ def skip_one(model, optimizer):
     optimizer.step()
 
 
+def of(dtype, wrap=adamw, **options):
+    return {"model": lambda seed: mlp(dtype=dtype, seed=seed), "wrap": lambda model: wrap(model, **options)}
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+OTHERS = [  # than to have another base
+    Situation("bfloat16", **of(BFLOAT16)),
+    Situation("float16", **of(torch.float16)),
+    Situation("mixed dtypes", half_mixed, adamw),
+    Situation("Delta in bfloat16", **of(FLOAT32, delta=BFLOAT16)),
+    Situation("Delta in int8", **of(FLOAT32, delta="int8")),
+    Situation("bfloat16, Delta in int8", **of(BFLOAT16, delta="int8")),
+    Situation("inside the backward pass", **of(FLOAT32, in_backward)),
+    Situation("a tuner per layer", **of(FLOAT32, sgd_per_layer)),
+    Situation("several optimizers", **of(FLOAT32, together)),
+    Situation("a class", **of(FLOAT32, lambda model: mechanic_class(torch.optim.RAdam)(model.parameters()))),
+    *([Situation("MechanicMuon", **of(FLOAT32, MechanicMuon, tuners="role"))] if hasattr(torch.optim, "Muon") else []),
+    Situation("own iterates", **of(FLOAT32, own_iterates)),
+    Situation("skipping", **of(FLOAT32, skip_nonfinite=True), before_saving=skip_one),
+    Situation("frozen", **of(FLOAT32), before_saving=freeze),
+    Situation("frozen bfloat16", **of(BFLOAT16), before_saving=freeze),
+    Situation("frozen, not linear", **of(FLOAT32, BY_NAME["Adafactor"].wrap), before_saving=freeze),
+]
 SITUATIONS = [
     *(Situation(base.name, lambda seed, base=base: base.model(seed=seed), base.wrap) for base in BASES),
-    Situation(
-        "AdamW on copies", lambda seed: mlp(seed=seed), lambda m: on_copies(BY_NAME["AdamW"].make(m.parameters()))
-    ),
-    Situation("bfloat16", lambda seed: mlp(dtype=torch.bfloat16, seed=seed), adamw),
-    Situation("float16", lambda seed: mlp(dtype=torch.float16, seed=seed), adamw),
-    Situation("mixed dtypes", half_mixed, adamw),
-    Situation("a tuner per layer", lambda seed: mlp(seed=seed), sgd_per_layer),
-    Situation("skipping", lambda seed: mlp(seed=seed), lambda m: adamw(m, skip_nonfinite=True), skip_one),
-    Situation("frozen", lambda seed: mlp(seed=seed), adamw, freeze),
-    Situation("frozen bfloat16", lambda seed: mlp(dtype=torch.bfloat16, seed=seed), adamw, freeze),
-    Situation("frozen, not linear", lambda seed: mlp(seed=seed), BY_NAME["Adafactor"].wrap, freeze),
+    Situation("AdamW on copies", **of(FLOAT32, lambda m: on_copies(BY_NAME["AdamW"].make(m.parameters())))),
+    *OTHERS,
 ]
 
 

@@ -60,6 +60,10 @@ def scale(optimizer):
     return optimizer.param_groups[0]["mechanic_tuner"][4].sum().item()
 
 
+def values_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
 def learned(optimizer, group=0):
     """The betas and the state of a group's tuner, but for the number of steps that were not finite."""
     rows = [row for row, field in enumerate(TunerState._fields, 1) if field != "nonfinite_steps"]
@@ -73,6 +77,21 @@ def snapshot(model, optimizer):
         state[key] for state in optimizer.state.values() for key in sorted(state) if torch.is_tensor(state[key])
     ]
     return [t.clone() for t in [*tensors, *(group["mechanic_tuner"] for group in optimizer.param_groups)]]
+
+
+def pull(optimizer, steps=1):
+    """Steps on the gradients of a quadratic around 3."""
+    for _ in range(steps):
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            p.grad = p.detach() - 3
+        optimizer.step()
+
+
+def assert_go_on_alike(*pairs, steps, first=0):
+    """Models and their optimizers train on, bit for bit alike."""
+    for model, optimizer in pairs:
+        train(model, optimizer, steps, first=first)
+    assert all(same_bits(snapshot(*pairs[0]), snapshot(*pair)) for pair in pairs[1:])
 
 
 def same_bits(a, b):

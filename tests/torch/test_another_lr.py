@@ -58,6 +58,7 @@ def _course(saved, make, lr, order, *, restored):
     return rates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_course_of_the_rate_is_that_of_a_script_with_the_same_lr(saved, name):
     make = SCHEDULERS[name]

@@ -7,7 +7,7 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import Base
-from tests.torch.paths import both_paths, by_default, every_start
+from tests.torch.paths import by_default, every_start, every_start_and_int8, on_copies
 from tests.torch.task import backward, learned, mlp, same_bits, snapshot, train, train_loss
 
 BAD = (float("inf"), float("-inf"), float("nan"), 3e38)
@@ -23,7 +23,7 @@ def bad_steps(rng, steps):
     return set(rng.sample(range(steps), 20))
 
 
-@every_start
+@every_start_and_int8
 def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     rng = random.Random(0)
     model = base.model()
@@ -48,7 +48,8 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
 @pytest.mark.long
 @every_start
 def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, wrap):
-    steps = 500 if wrap is by_default else 200
+    is_compared = base.name == "AdamW" and wrap is by_default
+    steps = 500 if is_compared else 100
 
     def run(spoil, first=0):
         rng = random.Random(1)
@@ -73,24 +74,23 @@ def test_20_bad_steps_are_bit_for_bit_those_with_20_zero_gradients(base: Base, w
     zeroed, loss = run(zero)
     for everywhere in (False, True):
         assert same_bits(zeroed, run(lambda model, rng, e=everywhere: poison(model, rng, everywhere=e))[0])
-    if wrap is by_default:
+    if is_compared:
         # The order of the batches alone changes the loss by a factor of two.
         losses = [run(lambda model, rng: None, first)[1] for first in range(0, 4000, 1000)]
         assert loss < 1.5 * sum(losses) / len(losses)
 
 
 @pytest.mark.long
-@both_paths
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("wrap", "everywhere"), [(by_default, False), (on_copies, True)])
 def test_skipping_equals_the_run_without_those_batches_bit_for_bit(wrap, everywhere):
     rng = random.Random(2)
-    poisoned = bad_steps(rng, 500)
+    poisoned = bad_steps(rng, 200)
 
     def run(with_bad_batches):
         model = mlp()
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1.0), skip_nonfinite=True)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
-        for step in range(500):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+        for step in range(200):
             if step in poisoned and not with_bad_batches:
                 continue
             optimizer.zero_grad()
@@ -127,11 +127,10 @@ def test_a_late_group_knows_how_many_steps_were_skipped(tuner):
     assert optimizer.skipped_steps == 1
 
 
-@both_paths
-def test_one_bad_tuner_does_not_hold_up_the_others(wrap):
+def test_one_bad_tuner_does_not_hold_up_the_others():
     model = mlp()
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
-    optimizer = wrap(torch.optim.SGD(groups, lr=1.0), per_group=True)
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=1.0), per_group=True)
     train(model, optimizer, 5)
     before = [learned(optimizer, group) for group in range(2)]
     optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mechanic.torch import Mechanic
 from tests.torch.bases import BASES, BY_NAME, Base, every_base
 from tests.torch.paths import assert_updated_by, deltas_of, every_start, every_start_and_int8, failing
-from tests.torch.task import backward, same_bits, scale, snapshot, train, train_loss
+from tests.torch.task import backward, same_bits, scale, snapshot, train, train_loss, values_of
 
 SCHEDULERS = {
     "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda t: min(1, (t + 1) / 5)),
@@ -24,10 +24,6 @@ SCHEDULERS = {
     "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.01, total_steps=10, cycle_momentum=False),
     "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1, threshold=10.0),
 }
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 @every_base
@@ -72,12 +68,12 @@ def test_a_scheduler_sets_the_rate_that_the_base_steps_with(base: Base, name):
         bare_model.load_state_dict(model.state_dict())
         for p, q in zip(model.parameters(), bare_model.parameters(), strict=True):
             q.grad = p.grad.clone()
-        start, before = weights(model), deltas_of(model, optimizer)
+        start, before = values_of(model), deltas_of(model, optimizer)
         bare.param_groups[0]["lr"] = lr / peak_lr
         bare.step()
         bare.param_groups[0]["lr"] = lr
         optimizer.step()
-        updates = [q - x for q, x in zip(weights(bare_model), start, strict=True)]
+        updates = [q - x for q, x in zip(values_of(bare_model), start, strict=True)]
         assert_updated_by(updates, before=before, after=deltas_of(model, optimizer))
         for sched in (schedule, bare_schedule):
             sched.step(*([1.0] if name == "ReduceLROnPlateau" else []))
@@ -161,7 +157,7 @@ def trained_with_signed_gradients(model, optimizer, sign):
         for p in model.parameters():
             p.grad.mul_(sign)
         optimizer.step()
-    return weights(model)
+    return values_of(model)
 
 
 @every_base
@@ -197,23 +193,9 @@ def recorded_calls(model, optimizer, *registrations):
 
 @every_start_and_int8
 def test_every_hook_fires_once_per_step(base: Base, wrap):
+    """Also those on the base itself."""
     model = base.model()
     optimizer = wrap(base.make(model.parameters()))
-    calls = recorded_calls(
-        model,
-        optimizer,
-        ("global pre", register_optimizer_step_pre_hook),
-        ("global post", register_optimizer_step_post_hook),
-        ("pre", optimizer.register_step_pre_hook),
-        ("post", optimizer.register_step_post_hook),
-    )
-    assert calls == [(name, Mechanic) for name in ("global pre", "pre", "post", "global post")] * 2
-
-
-@every_base
-def test_hooks_on_the_base_fire_once_per_step(base: Base):
-    model = base.model()
-    optimizer = base.wrap(model)
     inner = type(optimizer.base)
     calls = recorded_calls(
         model,
@@ -247,12 +229,12 @@ def test_a_group_added_in_mid_training_joins_the_tuner(base: Base):
         pytest.skip(f"a bare {base.name} of this torch does not take a late group: KeyError {error}")
     optimizer = Mechanic(base.make(list(first)))
     train(model, optimizer, 5)
-    learned, untouched = scale(optimizer), weights(model[2])
+    learned, untouched = scale(optimizer), values_of(model[2])
     optimizer.add_param_group({"params": list(second)})
     assert optimizer.param_groups[1]["mechanic_tuner"].equal(optimizer.param_groups[0]["mechanic_tuner"])
     assert learned > 0
     train(model, optimizer, 5, first=5)
-    assert not same_bits(untouched, weights(model[2]))
+    assert not same_bits(untouched, values_of(model[2]))
     assert optimizer.param_groups[1]["mechanic_tuner"].equal(optimizer.param_groups[0]["mechanic_tuner"])
 
 
@@ -274,6 +256,7 @@ def test_parameters_without_gradient_now_and_then_or_always(base: Base):
         else:
             optimizer.step()
     assert never.equal(torch.ones(3, 3))
+    assert never not in optimizer.state or base.cls is torch.optim.Adagrad  # which has state before its first step
     assert scale(optimizer) > 0
 
 
@@ -282,14 +265,14 @@ def test_frozen_layers_stay_where_they_are_and_thaw_from_there(base: Base, wrap)
     model = base.model(dtype=torch.float64)
     optimizer = wrap(base.make(model.parameters()))
     train(model, optimizer, 5)
-    frozen, delta = weights(model[0]), optimizer.state[model[0].weight]["mechanic_delta"].clone()
+    frozen, delta = values_of(model[0]), optimizer.state[model[0].weight]["mechanic_delta"].clone()
     model[0].requires_grad_(False)  # with its last gradient still in place
     for step in range(5, 25):
         optimizer.step()
         for p in model[2].parameters():
             p.grad = None
         backward(model, step)
-    assert same_bits(frozen, weights(model[0]))
+    assert same_bits(frozen, values_of(model[0]))
     assert optimizer.state[model[0].weight]["mechanic_delta"].equal(delta)
     model[0].requires_grad_(True)
     optimizer.zero_grad()
@@ -311,20 +294,20 @@ def test_frozen_layers_do_not_count(base: Base, wrap):
     for model, optimizer in zip(models, (whole, part), strict=True):
         train(model, optimizer, 6)
     assert scale(whole) == scale(part) > 0
-    assert same_bits(weights(models[0]), weights(models[1]))
+    assert same_bits(values_of(models[0]), values_of(models[1]))
 
 
-@every_base
-def test_a_step_without_any_gradient_changes_nothing(base: Base):
+@every_start_and_int8
+def test_a_step_without_any_gradient_changes_nothing(base: Base, wrap):
     model = base.model()
-    optimizer = base.wrap(model)
+    optimizer = wrap(base.make(model.parameters()))
     optimizer.step()
     assert scale(optimizer) == 0
     train(model, optimizer, 5)
     optimizer.zero_grad()
-    before = weights(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
+    before = values_of(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
     optimizer.step()
-    assert same_bits(before[0], weights(model))
+    assert same_bits(before[0], values_of(model))
     assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
 
 
@@ -334,7 +317,7 @@ def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base):
     model = base.model()
     optimizer = base.wrap(model)
     train(model, optimizer, 5)
-    before = weights(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
+    before = values_of(model), optimizer.param_groups[0]["mechanic_tuner"].clone()
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.0) if torch.is_tensor(group["lr"]) else 0.0
     for p in model.parameters():
@@ -343,14 +326,14 @@ def test_a_zero_gradient_zero_lr_step_changes_nothing(base: Base):
     assert before[1].equal(optimizer.param_groups[0]["mechanic_tuner"])
     if base.steps_by_an_earlier_lr:
         pytest.skip(f"a bare {base.name} moves on such a step as well")
-    assert same_bits(before[0], weights(model))
+    assert same_bits(before[0], values_of(model))
 
 
-@every_base
-def test_a_write_to_the_parameters_between_steps_survives(base: Base):
+@every_start
+def test_a_write_to_the_parameters_between_steps_survives(base: Base, wrap):
     """Twins on the same gradients, one of them moved by 1 in between: it stays moved by 1."""
     models = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
-    optimizers = [Mechanic(base.make(model.parameters()), config={"decay": 0.0}) for model in models]
+    optimizers = [wrap(base.make(model.parameters()), config={"decay": 0.0}) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, 10)
     with torch.no_grad():
@@ -400,9 +383,8 @@ def growing_step(base, wrap=Mechanic):
     raise AssertionError("S never grew")
 
 
-@every_start
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
+@every_start_and_int8
+def test_a_base_that_raises_at_once_halfway_or_at_the_end_leaves_no_trace(base: Base, wrap):
     last = growing_step(base, wrap)
     models = model, twin_model = base.model(dtype=torch.float64), base.model(dtype=torch.float64)
     optimizer, twin = (wrap(base.make(m.parameters())) for m in models)
@@ -411,61 +393,40 @@ def test_a_base_that_raises_leaves_no_trace(base: Base, wrap, error):
     optimizer.zero_grad()
     backward(model, last)
 
-    def options():
-        return [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
+    def everything():
+        options = [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
+        tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
+        return options, [*values_of(model), *deltas_of(model, optimizer), tuner]
 
-    tuner, before = optimizer.param_groups[0]["mechanic_tuner"].clone(), options()
-    for grad_mode in (True, False):
-        with torch.set_grad_enabled(grad_mode), failing(optimizer.base, error("out of memory")):
-            with pytest.raises(error, match="out of memory"):
+    before, tensors = everything()
+    failures = [(KeyboardInterrupt, 0.0, False), *((RuntimeError, share, True) for share in (0.0, 0.5, 1.0))]
+    for error, share, grad_mode in failures:
+        with torch.set_grad_enabled(grad_mode), failing(optimizer.base, error("out of memory"), share=share):
+            with pytest.raises(error, match="out of memory") as caught:
                 optimizer.step()
             assert torch.is_grad_enabled() is grad_mode
-    assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
-    assert all(a[key] is b[key] for a, b in zip(options(), before, strict=True) for key in a.keys() | b.keys())
-    assert same_bits(weights(model), weights(twin_model))
-    assert same_bits(deltas_of(model, optimizer), deltas_of(twin_model, twin))
-    for m, opt in ((model, optimizer), (twin_model, twin)):
-        train(m, opt, 1, first=last)
-    assert scale(optimizer) == scale(twin)
-    assert same_bits(weights(model), weights(twin_model))
-
-
-@every_base
-def test_a_base_that_raises_halfway_or_at_the_end_does_not_part_parameters_and_delta(base: Base):
-    last = growing_step(base)
-    model = base.model(dtype=torch.float64)
-    optimizer = base.wrap(model)
-    train(model, optimizer, last)
-    optimizer.zero_grad()
-    backward(model, last)
-    before, deltas = weights(model), deltas_of(model, optimizer)
-    tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
-    for share in (0.5, 1.0):
-        with (
-            failing(optimizer.base, RuntimeError("out of memory"), share=share),
-            pytest.raises(RuntimeError, match="out of memory") as caught,
-        ):
-            optimizer.step()
-        notes = getattr(caught.value, "__notes__", [])
-        assert sys.version_info < (3, 11) or "no parameter has moved" in notes[-1]
-        assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
-        assert same_bits([*weights(model), *deltas_of(model, optimizer)], [*before, *deltas])
+        notes = getattr(caught.value, "__notes__", [""])
+        is_noted = sys.version_info >= (3, 11) and error is RuntimeError
+        assert not is_noted or "no parameter has moved" in notes[-1]
+        options, now = everything()
+        assert all(a[key] is b[key] for a, b in zip(options, before, strict=True) for key in a.keys() | b.keys())
+        assert same_bits(now, tensors)
+        if share == 0:  # else the base's own state may be another
+            assert same_bits(snapshot(model, optimizer), snapshot(twin_model, twin))
     train(model, optimizer, 1, first=last)
-    assert not same_bits(before, weights(model))
+    assert not same_bits(values_of(model), values_of(twin_model))
 
 
 @every_start_and_int8
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["at once", "halfway", "at the end"])
-def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base, wrap, share):
-    if base.name == "SGD fused" and share == 0.5:
-        pytest.skip("a bare fused SGD cannot step either where some parameters have momentum and others have none yet")
-    model = base.model()
-    optimizer = wrap(base.make(model.parameters()))
-    before = weights(model)
-    backward(model, 0)
-    with failing(optimizer.base, KeyboardInterrupt(), share=share), pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert same_bits(before, weights(model))  # S is still 0
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, 3)
-    assert scale(optimizer) > 0
+def test_a_first_step_that_fails_leaves_a_checkpoint_that_loads(base: Base, wrap):
+    for share in (0.0, 0.5, 1.0):
+        model = base.model()
+        optimizer = wrap(base.make(model.parameters()))
+        before = values_of(model)
+        backward(model, 0)
+        with failing(optimizer.base, KeyboardInterrupt(), share=share), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert same_bits(before, values_of(model))  # S is still 0
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, 3)
+        assert scale(optimizer) > 0

@@ -7,13 +7,20 @@ import torch
 from mechanic import TunerConfig
 from mechanic.torch import Mechanic
 from tests.shared import oracle
-from tests.torch.oracle_task import BASES, CONFIGS, every_base_and_path, run_mechanic, run_oracle
+from tests.torch.oracle_task import BASES, BASES_AND_PATHS, CONFIGS, every_path, run_mechanic, run_oracle
+from tests.torch.paths import by_default
 from tests.torch.task import scale
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:S is held by a bound")
-@pytest.mark.parametrize("config", CONFIGS)
-@every_base_and_path
+@pytest.mark.parametrize(
+    ("base", "wrap", "config"),
+    [
+        *((*base_and_path, "default") for base_and_path in BASES_AND_PATHS),
+        *(("AdamW", by_default, config) for config in CONFIGS if config != "default"),
+    ],
+)
 def test_float64_follows_for_300_steps(base, wrap, config):
     _, in_torch, options = BASES[base]
     ours, _ = CONFIGS[config]
@@ -24,7 +31,7 @@ def test_float64_follows_for_300_steps(base, wrap, config):
         assert np.linalg.norm(our_x - x) <= 1e-9 * np.linalg.norm(x)
 
 
-@every_base_and_path
+@every_path
 def test_float32_tracks_the_scale_for_100_steps(base, wrap):
     _, in_torch, options = BASES[base]
     expected = run_oracle(base)[:100]

@@ -35,7 +35,7 @@ def _setup(name):
     """A model and its optimizer, in mid-training."""
     torch.manual_seed(0)
     model = mlp(hidden=8, dtype=torch.bfloat16 if "bfloat16" in name else torch.float32)
-    base = _muon(model) if "Muon" in name else (SGD if "SGD" in name else AdamW)(model.parameters(), lr=1.0)
+    base = _muon(model) if "Muon" in name else AdamW(model.parameters(), lr=1.0)
     optimizer = Mechanic(base, delta="int8" if "int8" in name else None)
     if "backward" in name:
         optimizer.step_in_backward()
@@ -44,7 +44,7 @@ def _setup(name):
     return model, optimizer
 
 
-NAMES = ["AdamW", "AdamW int8", "AdamW bfloat16", "AdamW bfloat16 int8", "SGD", "AdamW inside backward"]
+NAMES = ["AdamW", "AdamW int8", "AdamW bfloat16", "AdamW bfloat16 int8", "AdamW inside backward"]
 if hasattr(torch.optim, "Muon"):
     NAMES.append("Muon and AdamW")
 every_setup = pytest.mark.parametrize("name", NAMES)
@@ -152,13 +152,14 @@ class _Failing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @every_setup
 def test_an_operation_that_fails_leaves_every_parameter_before_or_after_its_move(name):
     if "backward" in name:
         pytest.skip("the mode would see the backward pass as well")
     points, saved, number = _points(name), _setup(name), 0
     while True:
-        number += 3
+        number += 5
         model, optimizer = copy.deepcopy(saved)
         backward(model, 12)
         try:
@@ -171,6 +172,7 @@ def test_an_operation_that_fails_leaves_every_parameter_before_or_after_its_move
     assert number > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["AdamW", "AdamW bfloat16 int8"])
 def test_ctrl_c_at_random_moments_leaves_every_parameter_before_or_after_its_move(name):
     def interrupt(*_):
@@ -262,7 +264,7 @@ def test_a_state_dict_that_was_handed_out_stays_whole_while_training_goes_on():
 
     thread = threading.Thread(target=save)
     thread.start()
-    steps(40)
+    steps(20)
     stop.set()
     thread.join()
     for file in saved:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.torch.hostile import same
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -113,15 +115,6 @@ def random_moments(timeline, kills, chosen):
     for moment in loading:
         moments.insert(chosen.randint(1, len(moments)), moment)
     return moments
-
-
-def same(a, b):
-    """Bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a.equal(b) if torch.is_tensor(a) else a == b
 
 
 def assert_kills_leave_no_trace(kind, kills, tmp_path, capsys):

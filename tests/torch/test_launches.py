@@ -19,6 +19,7 @@ BUILDS = {
 SMALL = [(64, 32), (64,), (), (0,), (32, 64)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bare", "ours"), ROWS, ids=["AdamW", "Muon"])
 def test_a_step_of_gpt_2_takes_few_launches_more_than_the_bases_and_waits_for_nothing(bare, ours):
     if "Muon" in bare and not hasattr(torch.optim, "Muon"):

@@ -7,10 +7,10 @@ from torch.optim import lr_scheduler
 
 from mechanic.torch import Mechanic
 from tests.torch.bases import BY_NAME, Base, some_bases
-from tests.torch.paths import assert_updated_by, both_paths, deltas_of
+from tests.torch.paths import assert_updated_by, deltas_of
 from tests.torch.task import backward, same_bits, scale, train
 
-LRS = (1e-6, 1e-3, 1.0, 1e3, 1e6)
+LRS = (1e-6, 1.0, 1e6)
 STEPS = 250
 
 
@@ -29,15 +29,17 @@ def final_loss(base, schedule, *, lr, peak):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Lion"])
-@pytest.mark.parametrize("schedule", [cosine, one_cycle])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("AdamW", cosine), ("AdamW", one_cycle), ("SGD momentum", cosine), ("Lion", cosine)],
+)
 def test_every_learning_rate_gives_the_same_loss(name, schedule):
     base = BY_NAME[name]
     if schedule is cosine:
         losses = [final_loss(base, schedule, lr=lr, peak=None) for lr in LRS]
     else:  # which overwrites the learning rate the base was built with
         losses = [final_loss(base, schedule, lr=1.0, peak=lr) for lr in LRS]
-    assert losses[2] < 0.2
+    assert losses[1] < 0.2
     assert max(losses) <= 1.01 * min(losses)
 
 
@@ -69,14 +71,12 @@ def test_at_a_learning_rate_of_zero_nothing_moves(base: Base):
 NUMBER, TENSOR = float, torch.tensor
 
 
-@both_paths
 @pytest.mark.parametrize(
     "kinds",
     [(NUMBER, NUMBER), (TENSOR, TENSOR), (NUMBER, TENSOR), (TENSOR, NUMBER)],
     ids=["numbers", "tensors", "number and tensor", "tensor and number"],
 )
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tuner(wrap, kinds, stopped):
+def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tuner(kinds):
     """With one group stopped S goes as far as with none stopped."""
 
     def after_21_steps(last_rates):
@@ -85,7 +85,7 @@ def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tun
             {"params": layer.parameters(), "lr": kind(1.0)}
             for layer, kind in zip((model[0], model[2]), kinds, strict=True)
         ]
-        optimizer = wrap(torch.optim.SGD(groups, lr=1.0))
+        optimizer = Mechanic(torch.optim.SGD(groups, lr=1.0))
         train(model, optimizer, 20)
         before = scale(optimizer)
         for group, kind, rate in zip(optimizer.param_groups, kinds, last_rates, strict=True):
@@ -93,17 +93,16 @@ def test_the_scale_follows_the_largest_learning_rate_among_the_groups_of_its_tun
         train(model, optimizer, 1, first=20)
         return before, scale(optimizer)
 
-    before, after = after_21_steps([0.0, 1.0] if stopped == 0 else [1.0, 0.0])
+    before, after = unstopped = after_21_steps([1.0, 1.0])
     assert after != before
-    assert (before, after) == after_21_steps([1.0, 1.0])
+    assert after_21_steps([0.0, 1.0]) == after_21_steps([1.0, 0.0]) == unstopped
 
 
-@both_paths
-def test_ratios_between_groups_of_one_tuner_stay(wrap):
+def test_ratios_between_groups_of_one_tuner_stay():
     """The first update of SGD is -lr times the gradient, and all there is in Delta."""
     model = BY_NAME["SGD"].model(dtype=torch.float64)
     groups = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2].parameters(), "lr": 1e-4}]
-    optimizer = wrap(torch.optim.SGD(groups, lr=7.0))
+    optimizer = Mechanic(torch.optim.SGD(groups, lr=7.0))
     assert [group["mechanic_unit"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     train(model, optimizer, 1)
     for group, rate in zip(optimizer.param_groups, (1.0, 0.1), strict=True):
@@ -112,10 +111,9 @@ def test_ratios_between_groups_of_one_tuner_stay(wrap):
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4]
 
 
-@both_paths
-def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak(wrap):
+def test_a_unit_may_be_given_for_a_scheduler_that_hides_its_peak():
     model = BY_NAME["SGD"].model(dtype=torch.float64)
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)
+    optimizer = Mechanic(torch.optim.SGD(model.parameters(), lr=1.0), peak_lr=0.05)
     schedule = lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.05, step_size_up=5, cycle_momentum=False)
     rates = []
     for step in range(10):

@@ -33,3 +33,22 @@ def test_other_layouts_take_no_more(layout):
     optimizer.step()
     _, most = allocations(optimizer.step)
     assert most <= bytes_ + OF_PIECES
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("dtype", "kept", "most"), [(torch.float32, 9.05, 10e6), (torch.bfloat16, 7.1, 8e6)], ids=["float32", "bfloat16"]
+)
+def test_a_delta_in_int8_takes_a_byte_and_what_comes_and_goes_does_not_grow_with_the_model(dtype, kept, most):
+    """AdamW has two moments, and of a bfloat16 parameter two bytes are kept that rounding cuts off."""
+    passing = []
+    for count in (12, 36):
+        params = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in [(512, 512), (512,)] * count]
+        optimizer = Mechanic(torch.optim.AdamW(params, lr=1.0, fused=True), delta="int8")
+        for p in params:
+            p.grad = torch.ones_like(p)
+        stays, _ = allocations(lambda: [optimizer.step() for _ in range(2)])  # noqa: B023
+        assert stays / sum(p.numel() for p in params) <= kept
+        passing.append(allocations(optimizer.step)[1])
+    assert passing[0] <= most
+    assert passing[1] <= passing[0] + 1e5

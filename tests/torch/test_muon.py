@@ -1,8 +1,6 @@
 """MechanicMuon: Muon for the matrices, AdamW for the rest, and no learning rates."""
 
 import copy
-import pickle
-import statistics
 
 import pytest
 import pytorch_optimizer
@@ -64,12 +62,9 @@ def loss_of(model, step, size=16):
     return cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def train(model, optimizer, steps, first=0, schedule=None, observe=False):
+def train(model, optimizer, steps, first=0, schedule=None):
     """Returns the loss over many batches."""
     for step in range(first, first + steps):
-        if observe:
-            loss_of(model, 5000 + step).backward()
-            optimizer.observe()
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
@@ -85,6 +80,7 @@ def run(lr=1.0, steps=40, **options):
     return train(model, optimizer, steps, schedule=CosineAnnealingLR(optimizer, steps)), optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tuners", ["one", "role"])
 def test_it_trains_alike_with_every_learning_rate(tuners):
     losses = []
@@ -96,6 +92,7 @@ def test_it_trains_alike_with_every_learning_rate(tuners):
     assert max(losses) / min(losses) < 1.01
 
 
+@pytest.mark.long
 def test_where_tuners_are_apart_so_can_the_learning_rates_be():
     losses = []
     for lr_muon, lr_adamw in ((1.0, 1.0), (1e-4, 1e4), (1e4, 1e-4)):
@@ -141,25 +138,6 @@ def test_options_go_to_their_optimizer():
     assert optimizer.config.decay == 0.1
 
 
-def test_a_run_resumes_bit_for_bit(tmp_path):
-    model = GPT()
-    optimizer = MechanicMuon(model, tuners="role")
-    schedule = CosineAnnealingLR(optimizer, 20)
-    train(model, optimizer, 5, schedule=schedule)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    torch.save({key: part.state_dict() for key, part in parts.items()}, tmp_path / "checkpoint.pt")
-    train(model, optimizer, 5, first=5, schedule=schedule)
-
-    again = GPT(seed=1)
-    resumed = MechanicMuon(again, 3.0, tuners="role")
-    found = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    parts = {"model": again, "optimizer": resumed, "schedule": CosineAnnealingLR(resumed, 20)}
-    for key, part in parts.items():
-        part.load_state_dict(found[key])
-    train(again, resumed, 5, first=5, schedule=parts["schedule"])
-    assert same_bits(snapshot(model, optimizer), snapshot(again, resumed))
-
-
 def test_it_resumes_by_the_names_of_parameters():
     state_dicts = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     model = GPT()
@@ -176,35 +154,17 @@ def test_it_resumes_by_the_names_of_parameters():
     assert same_bits(snapshot(model, optimizer), snapshot(again, resumed))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
-def test_a_copy_goes_on_alike(how):
+def test_released_it_is_the_pair_at_what_every_role_has_learned():
     model = GPT()
-    optimizer = MechanicMuon(model)
-    train(model, optimizer, 3)
-    other_model, other = how((model, optimizer))
-    assert type(other) is MechanicMuon
-    for each, tuned in ((model, optimizer), (other_model, other)):
-        train(each, tuned, 3, first=3)
-    assert same_bits(snapshot(model, optimizer), snapshot(other_model, other))
-
-
-def test_frozen_and_released_it_goes_on_alike():
-    models = GPT().double(), GPT().double()
-    optimizers = [MechanicMuon(model, 0.1, tuners="role") for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, 10)
-    frozen, tuned = optimizers
-    frozen.freeze()
-    scales = tuned.scales()
-    released = tuned.release()
+    optimizer = MechanicMuon(model, 0.1, tuners="role")
+    train(model, optimizer, 10)
+    scales, released = optimizer.scales(), optimizer.release()
     assert [type(member) for member in released.members] == [optim.Muon, optim.AdamW]
     assert {group["role"]: group["lr"] for group in released.param_groups} == pytest.approx(scales)
-    for model, optimizer in zip(models, (frozen, released), strict=True):
-        train(model, optimizer, 5, first=20)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    train(model, released, 5, first=10)
 
 
+@pytest.mark.long
 def test_bfloat16_parameters_train_as_float32_ones_do():
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -213,15 +173,6 @@ def test_bfloat16_parameters_train_as_float32_ones_do():
         losses.append(train(model, optimizer, 40, schedule=CosineAnnealingLR(optimizer, 40)))
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert {state["momentum_buffer"].dtype for state in optimizer.base.members[0].state.values()} == {torch.float32}
-
-
-def test_held_out_gradients_tune_it():
-    model = GPT()
-    optimizer = MechanicMuon(model)
-    start = train(model, optimizer, 0)
-    losses = [train(model, optimizer, 20, first=first, observe=True) for first in (0, 20)]
-    assert statistics.mean(losses) < start / 3
-    assert losses[-1] < 1.0
 
 
 def test_roles_can_be_given():
@@ -270,6 +221,7 @@ def test_an_older_torch_is_told(monkeypatch):
         MechanicMuon(GPT())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Muon", "AdaMuon", "NorMuon", "AdaGO", "MuonClip"])
 def test_other_muons_train_with_every_learning_rate_and_resume(name):
     """Those of pytorch_optimizer, which have an AdamW of their own."""
@@ -290,9 +242,3 @@ def test_other_muons_train_with_every_learning_rate_and_resume(name):
     for each, other in ((model, optimizer), (again, resumed)):
         train(each, other, 3, first=25)
     assert same_bits(snapshot(model, optimizer), snapshot(again, resumed))
-
-
-def test_new_parameters_have_to_name_their_optimizer():
-    optimizer = MechanicMuon(GPT())
-    with pytest.raises(ValueError, match=r"one of \['Muon', 'AdamW'\]"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

@@ -6,18 +6,13 @@ import torch
 
 from mechanic.torch import Mechanic
 from tests.shared import oracle
-from tests.torch.oracle_task import BASES, every_base_and_path, gradient, rows, start
-from tests.torch.task import digits, scale
+from tests.torch.oracle_task import BASES, every_path, gradient, loss_of, start
+from tests.torch.task import scale
 
 EVERY = 3  # steps with an observation among those without
 
 
-def loss_of(weight, batch, dtype):
-    images, labels = digits(dtype)
-    return torch.nn.functional.cross_entropy(images[rows(batch)] @ weight.T, labels[rows(batch)])
-
-
-@every_base_and_path
+@every_path
 def test_observed_feedback_follows_the_oracle(base, wrap):
     written_here, in_torch, options = BASES[base]
     reference = oracle.Oracle(written_here(lambda t: 1.0), start())
@@ -27,9 +22,9 @@ def test_observed_feedback_follows_the_oracle(base, wrap):
         observed = gradient(reference.x, 1000 + step) if step % EVERY else None
         reference.step(gradient(reference.x, step), observed)
         if step % EVERY:
-            loss_of(weight, 1000 + step, torch.float64).backward()
+            loss_of(weight, 1000 + step).backward()
             optimizer.observe()
-        loss_of(weight, step, torch.float64).backward()
+        loss_of(weight, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)
@@ -41,10 +36,10 @@ def trained(steps, *, observing):
     optimizer = Mechanic(torch.optim.AdamW([weight], lr=1.0))
     for step in range(steps):
         if observing:
-            loss_of(weight, step, torch.float32).backward()
+            loss_of(weight, step).backward()
             optimizer.observe()
             assert weight.grad is None
-        loss_of(weight, step, torch.float32).backward()
+        loss_of(weight, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return weight, optimizer
@@ -59,7 +54,7 @@ def test_observing_the_batch_that_is_trained_on_changes_nothing():
 def test_a_bad_gradient_of_the_step_is_kept_from_the_base_though_the_observed_one_was_good():
     weight, optimizer = trained(5, observing=True)
     before = optimizer.scales()
-    loss_of(weight, 6, torch.float32).backward()
+    loss_of(weight, 6).backward()
     optimizer.observe()
     weight.grad = torch.full_like(weight, float("nan"))
     optimizer.step()
@@ -73,7 +68,7 @@ def test_a_bad_observation_leaves_the_scale_as_it_was_and_the_base_steps_all_the
     before, momentum = optimizer.scales(), optimizer.state[weight]["exp_avg"].clone()
     weight.grad = torch.full_like(weight, float("inf"))
     optimizer.observe()
-    loss_of(weight, 6, torch.float32).backward()
+    loss_of(weight, 6).backward()
     gradient = weight.grad.clone()
     optimizer.step()
     assert optimizer.scales() == before
@@ -109,11 +104,11 @@ def test_a_frozen_scale_ignores_observations():
     optimizer.freeze()
     twin.freeze()
     for step in range(5, 8):
-        loss_of(weight, 100 + step, torch.float32).backward()
+        loss_of(weight, 100 + step).backward()
         optimizer.observe()
         assert weight.grad is None
         for w, opt in ((weight, optimizer), (twin_weight, twin)):
-            loss_of(w, step, torch.float32).backward()
+            loss_of(w, step).backward()
             opt.step()
             opt.zero_grad()
     assert optimizer.scales() == before

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mechanic import TunerConfig
 from mechanic.integrations import readings
-from mechanic.torch import Mechanic, MechanicAdamW, layout, lists, mechanic_class
-from tests.torch.task import backward, digits, mlp, same_bits, scale, snapshot, train
+from mechanic.torch import Mechanic, layout
+from tests.torch.task import backward, digits, mlp, pull, same_bits, scale, snapshot, train
 
 
 def quadratic(*params):
@@ -79,7 +79,7 @@ def test_at_a_learning_rate_of_zero_nothing_moves_also_before_anything_is_learne
 # Iterates of the base's own.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_that_is_not_trained_stays_where_it_is_when_the_base_goes_to_its_evaluation_point(dtype):
     trained, frozen = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
     optimizer = Mechanic(schedulefree.AdamWScheduleFree([trained, frozen], lr=1.0), own_iterates=True)
@@ -166,22 +166,21 @@ def test_a_base_without_a_learning_rate_tells_a_rate():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_gradients_whose_memory_cannot_be_written_are_discarded_too(name):
-    p = nn.Parameter(torch.ones(3))
-    optimizer = Mechanic(optim.SGD([p], lr=1.0, momentum=0.9))
-    for t in range(20):
-        p.grad = BAD[name](p) if t == 5 else p.detach() - 3
-        optimizer.step()
-    assert p.isfinite().all()
-    assert optimizer.nonfinite_steps == 1
-    assert optimizer.scales()["default"] > 0
+def test_bad_gradients_whose_memory_cannot_be_written_are_discarded_too():
+    for bad in BAD.values():
+        p = nn.Parameter(torch.ones(3))
+        optimizer = Mechanic(optim.SGD([p], lr=1.0, momentum=0.9))
+        for t in range(20):
+            p.grad = bad(p) if t == 5 else p.detach() - 3
+            optimizer.step()
+        assert p.isfinite().all()
+        assert optimizer.nonfinite_steps == 1
+        assert optimizer.scales()["default"] > 0
 
 
-@pytest.mark.parametrize("base", [optim.AdamW, optim.Adafactor], ids=["in place", "on copies"])
-def test_a_frozen_scale_still_skips_bad_gradients(base):
+def test_a_frozen_scale_still_skips_bad_gradients():
     model = mlp()
-    optimizer = Mechanic(base(model.parameters(), lr=1.0), skip_nonfinite=True)
+    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0), skip_nonfinite=True)
     train(model, optimizer, 5)
     optimizer.freeze()
     before = snapshot(model, optimizer)
@@ -198,19 +197,16 @@ def test_a_frozen_scale_still_skips_bad_gradients(base):
 # Parameters that are not trained.
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bfloat16])
 def test_frozen_parameters_of_any_dtype_may_stand_beside_trained_ones(dtype):
     frozen = nn.Parameter(torch.ones(6).to(dtype), requires_grad=False)
     p, alone = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizers = Mechanic(optim.AdamW([p, frozen], lr=1.0)), Mechanic(optim.AdamW([alone], lr=1.0))
-    for x, optimizer in zip((p, alone), optimizers, strict=True):
-        for _ in range(10):
-            x.grad = x.detach() - 3
-            optimizer.step()
+    for optimizer in optimizers:
+        pull(optimizer, 10)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         optimizer.freeze()
-        x.grad = x.detach() - 3
-        optimizer.step()
+        pull(optimizer)
     assert p.equal(alone)
     assert frozen.float().equal(torch.ones(6))
 
@@ -259,15 +255,12 @@ def test_a_stranger_is_not_released_and_can_be_frozen():
     for cls in (Lion, SignSGD):
         p = nn.Parameter(torch.ones(3))
         optimizer = Mechanic(cls([p], lr=0.5))
-        for _ in range(10):
-            p.grad = p.detach() - 3
-            optimizer.step()
+        pull(optimizer, 10)
         state = torch.get_rng_state()
         with pytest.raises(TypeError, match="not known to be proportional to lr"):
             optimizer.release()
         optimizer.freeze()
-        p.grad = p.detach() - 3
-        optimizer.step()
+        pull(optimizer)
         assert torch.get_rng_state().equal(state)
 
 
@@ -287,26 +280,6 @@ def test_names_that_groups_get_and_names_that_they_are_given_do_not_meet():
 # Small things.
 
 
-def test_hooks_on_loading_get_a_dict_of_their_own():
-    model = mlp()
-    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
-    train(model, optimizer, 2)
-    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.update(extra=1))
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    assert "extra" not in saved
-
-
-def test_a_class_is_made_once_however_it_is_asked_for():
-    assert mechanic_class(base_class=optim.RAdam) is mechanic_class(optim.RAdam)
-    assert mechanic_class(base_class=optim.AdamW) is mechanic_class(optim.AdamW) is MechanicAdamW
-
-
-def test_the_classes_take_all_that_mechanic_takes():
-    optimizer = MechanicAdamW([nn.Parameter(torch.ones(2))], lr=1.0, peak_lr=0.5, process_group=None)
-    assert optimizer.param_groups[0]["mechanic_unit"] == 0.5
-
-
 @pytest.mark.parametrize(("has_fp64", "dtype"), [(True, torch.float64), (False, torch.float32)])
 def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, monkeypatch):
     properties = type("Properties", (), {"has_fp64": has_fp64})
@@ -314,30 +287,10 @@ def test_intel_gpus_without_float64_keep_the_tuner_in_float32(has_fp64, dtype, m
     assert layout.tuner_dtype(torch.device("xpu")) == dtype
 
 
-def test_steps_below_half_a_bit_of_a_bfloat16_parameter_are_never_lost():
-    """A residual that rounds up to half of the last bit would pass for somebody's write, and be dropped."""
-    generator = torch.Generator().manual_seed(0)
-    p = torch.randn(100_000, generator=generator).to(torch.bfloat16)
-    residual = torch.zeros_like(p)
-    value = p.float() * (1 + 2.0**-8 * torch.rand(p.shape, generator=generator))
-    lists.round_into([p], [residual], [value.clone()])
-    (read,) = lists.values_of([p], [residual])
-    lost = (read == p.float()) & (value != p.float())
-    assert not lost.any()
-    torch.testing.assert_close(read, value, rtol=2.0**-15, atol=0)
-
-
-def test_the_scale_is_not_dropped_by_a_deepcopy():
-    model = mlp()
-    optimizer = Mechanic(optim.AdamW(model.parameters(), lr=1.0))
-    train(model, optimizer, 5)
-    assert scale(copy.deepcopy(optimizer)) == scale(optimizer)
-
-
 # Steep losses.
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("base", "options", "max_norm"),
     [
@@ -350,21 +303,22 @@ def test_the_scale_is_not_dropped_by_a_deepcopy():
         ),
     ],
 )
-def test_a_deep_linear_network_does_not_diverge(base, options, max_norm, seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
-    target = torch.randn(16, 16) * 0.75
-    optimizer = Mechanic(base(model.parameters(), lr=1.0, **options))
-    losses = []
-    for _ in range(200):
-        inputs = torch.randn(8, 16)
-        loss = (model(inputs) - inputs @ target - torch.randn(8, 16)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(losses[-20:]) < sum(losses[:20])
+def test_a_deep_linear_network_does_not_diverge(base, options, max_norm):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+        target = torch.randn(16, 16) * 0.75
+        optimizer = Mechanic(base(model.parameters(), lr=1.0, **options))
+        losses = []
+        for _ in range(200):
+            inputs = torch.randn(8, 16)
+            loss = (model(inputs) - inputs @ target - torch.randn(8, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            losses.append(loss.item())
+        assert sum(losses[-20:]) < sum(losses[:20])
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
-"""Save, load in a new process, continue: bit for bit the uninterrupted run, for every base and every situation."""
+"""Save, load in a new process, or copy, and continue: bit for bit the uninterrupted run, in every situation."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.torch.resuming import SITUATIONS, STEPS
+from tests.torch.resuming import OTHERS, SITUATIONS, STEPS
 from tests.torch.task import same_bits, snapshot, train
 
 ROOT = Path(__file__).parents[2]
@@ -34,3 +36,18 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("name", [situation.name for situation in SITUATIONS])
 def test_resume_continues_bit_for_bit(name, runs):
     assert same_bits(*runs[name])
+
+
+@pytest.mark.parametrize("situation", OTHERS, ids=lambda situation: situation.name)
+def test_copies_go_on_by_themselves(situation):
+    """Of every base they do in test_every_base.py."""
+    pair = model, optimizer, _ = situation.build()
+    train(model, optimizer, 4)
+    situation.before_saving(model, optimizer)
+    twins = copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))
+    for twin, other, _ in twins:
+        assert type(other) is type(optimizer)
+        train(twin, other, 4, first=4)
+    train(model, optimizer, 4, first=4)
+    for twin, other, _ in twins:
+        assert same_bits(snapshot(model, optimizer), snapshot(twin, other))

@@ -66,6 +66,27 @@ def of_torch():
 
 VECTORS = ["*.bias", "*[Nn]orm*", "*ln_*"]
 MODELS = {
+    "ResNet": (
+        ResNet,
+        {"conv": ["*conv?.weight", "*.downsample.weight", "stem.weight"], "head": ["fc.weight"], "vector": ["*.bn?.*"]},
+    ),
+    "LoRA": (
+        LoraModel,
+        {
+            "matrix": ["*.lora_[AB].*", "*.fused_qkv.base_layer.weight", "lora_embedding_B.*"],
+            "embedding": ["lora_embedding_A.*"],
+            "head": ["lm_head.base_layer.weight"],
+        },
+    ),
+    "torch.nn": (
+        of_torch,
+        {
+            "matrix": ["attention.*weight", "lstm.weight*", "body.0.weight"],
+            "embedding": ["bag.weight"],
+            "head": ["head.weight"],
+            "vector": ["*.bias_?h_l0", "*.in_proj_bias", "body.1.*"],
+        },
+    ),
     "GPT-2": (
         lambda: transformer("GPT2LMHeadModel", "GPT2Config", **OF_GPT2, bos_token_id=1, eos_token_id=2),
         {"matrix": ["*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight"], "embedding": ["*.wte.*", "*.wpe.*"]},
@@ -122,27 +143,6 @@ MODELS = {
             "head": ["lm_head.weight"],
         },
     ),
-    "ResNet": (
-        ResNet,
-        {"conv": ["*conv?.weight", "*.downsample.weight", "stem.weight"], "head": ["fc.weight"], "vector": ["*.bn?.*"]},
-    ),
-    "LoRA": (
-        LoraModel,
-        {
-            "matrix": ["*.lora_[AB].*", "*.fused_qkv.base_layer.weight", "lora_embedding_B.*"],
-            "embedding": ["lora_embedding_A.*"],
-            "head": ["lm_head.base_layer.weight"],
-        },
-    ),
-    "torch.nn": (
-        of_torch,
-        {
-            "matrix": ["attention.*weight", "lstm.weight*", "body.0.weight"],
-            "embedding": ["bag.weight"],
-            "head": ["head.weight"],
-            "vector": ["*.bias_?h_l0", "*.in_proj_bias", "body.1.*"],
-        },
-    ),
 }
 
 
@@ -176,8 +176,9 @@ def test_patterns_of_names_give_other_roles_and_the_first_that_fits_is_taken():
 
 
 def test_a_tied_parameter_is_known_by_all_its_names():
-    make, _ = MODELS["GPT-2"]
-    assert roles(make(), {"lm_head.weight": "head"}).of("transformer.wte.weight") == "head"
+    model = nn.ModuleDict({"wte": nn.Embedding(9, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 9, bias=False)})
+    model["lm_head"].weight = model["wte"].weight
+    assert roles(model, {"lm_head.weight": "head"}).of("wte.weight") == "head"
 
 
 def test_a_pattern_that_fits_nothing_or_a_role_that_is_none_is_refused():

@@ -1,5 +1,6 @@
 """Delta in bfloat16 and int8: what comes back from it, and what its random numbers promise."""
 
+import itertools
 import math
 
 import pytest
@@ -47,12 +48,12 @@ def gap(make, values):
 
 
 @both
-@pytest.mark.parametrize("size", SIZES)
-def test_values_come_back_within_a_gap_and_to_nearest_within_half(make, size):
-    values = normal(size)
-    error = [(stored(make, values, step) - values).abs() / gap(make, values) for step in (0, 1, None)]
-    assert all((part <= 1.001).all() for part in error)
-    assert (error[-1] <= 0.501).all()
+def test_values_come_back_within_a_gap_and_to_nearest_within_half(make):
+    for size in SIZES:
+        values = normal(size)
+        error = [(stored(make, values, step) - values).abs() / gap(make, values) for step in (0, 1, None)]
+        assert all((part <= 1.001).all() for part in error)
+        assert (error[-1] <= 0.501).all()
 
 
 def test_an_int8_block_keeps_its_largest_element_exactly():
@@ -67,7 +68,7 @@ def test_an_int8_block_keeps_its_largest_element_exactly():
 @both
 def test_rounding_is_right_in_the_mean(make):
     """Of every element, over steps: the largest of 1,000 means lies within 4.5 standard deviations."""
-    values, steps = normal(1000), 1000
+    values, steps = normal(1000), 400
     mean = sum(stored(make, values, step).double() for step in range(steps)) / steps
     assert ((mean - values).abs() <= 4.5 * 0.5 / math.sqrt(steps) * gap(make, values)).all()
 
@@ -123,10 +124,9 @@ def test_zeros_stay_zeros(make):
 
 
 @both
-@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-20, 1e20, 3e38])
-def test_tiny_and_huge_values(make, size):
-    values = torch.linspace(-1, 1, 500, dtype=torch.float64).mul(size).float()
-    for step in (None, 0):
+def test_tiny_and_huge_values(make):
+    for size, step in itertools.product((1e-44, 1e-38, 1e-30, 1e-20, 1e20, 3e38), (None, 0)):
+        values = torch.linspace(-1, 1, 500, dtype=torch.float64).mul(size).float()
         found = stored(make, values, step)
         assert found.isfinite().all()
         # bfloat16 has the range of float32; int8 ends at 6e-35, below which a value is rounded up to this or down to 0.
@@ -136,15 +136,14 @@ def test_tiny_and_huge_values(make, size):
 
 
 @both
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("step", [None, 0])
-def test_what_is_not_finite_is_not_hidden(make, bad, step):
-    values = normal(3 * BLOCK)
-    values[BLOCK + 5] = bad
-    found = stored(make, values, step)
-    assert not found[BLOCK + 5].isfinite()
-    assert found[:BLOCK].isfinite().all()
-    assert found[2 * BLOCK :].isfinite().all()
+def test_what_is_not_finite_is_not_hidden(make):
+    for bad, step in itertools.product((float("inf"), -float("inf"), float("nan")), (None, 0)):
+        values = normal(3 * BLOCK)
+        values[BLOCK + 5] = bad
+        found = stored(make, values, step)
+        assert not found[BLOCK + 5].isfinite()
+        assert found[:BLOCK].isfinite().all()
+        assert found[2 * BLOCK :].isfinite().all()
 
 
 @both
