@@ -17,7 +17,7 @@ else:
 # Small programs: in the tests of mechanic.jax nearly all the time goes into compiling them, and this makes it a third.
 flags = ["--xla_backend_optimization_level=0"]
 if find_spec("jaxlib") and version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # JAX 0.12 ends at a flag it lost
-    flags.append("--xla_cpu_use_fusion_emitters=false")
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 # The random part of tests/campaign. Set before the workers of pytest-xdist start, so that they share it.

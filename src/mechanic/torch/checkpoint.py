@@ -45,7 +45,7 @@ def _put_beside(wrapped: Wrapped[Any], saved: dict[Tensor, dict[str, Tensor]]) -
     for p in wrapped.params:
         entry = saved.get(p, {})
         # One by one, so that no more than one is on the device in float32 if Delta is stored in fewer bytes.
-        found = {name: entry[name].to(p.device) for name in (DELTA, RESIDUAL) if name in entry}
+        found = {name: entry[name].detach().to(p.device) for name in (DELTA, RESIDUAL) if name in entry}
         if found or wrapped.base.state.get(p):
             wrapped.base.state[p].update(kept_of(p, found, wrapped.delta, is_frozen=wrapped.is_frozen))
 

@@ -21,7 +21,7 @@ class Roles(dict[str, dict[str, nn.Parameter]]):
 
     def of(self, name: str) -> str:
         """The role of the parameter of this name."""
-        return next(role for role, named in self.items() if name in named)
+        return {each: role for role, named in self.items() for each in named}[name]
 
     def __repr__(self) -> str:
         lines = [f"{'role':<10}{'tensors':>8}{'numbers':>14}  names"]
