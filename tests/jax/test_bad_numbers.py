@@ -42,6 +42,7 @@ def with_and_without_bad_steps(optimizer, params):
     return ends
 
 
+@pytest.mark.long
 def test_a_base_without_momentum_trains_as_if_bad_steps_had_not_been():
     """To the bit, but for the counts: of nothing the base makes nothing."""
     (params, state), (clean, clean_state) = with_and_without_bad_steps(PLAIN, mlp(hidden=4))
@@ -57,6 +58,7 @@ def test_a_base_with_momentum_trains_about_as_well_with_bad_steps():
     assert scale(state) == pytest.approx(float(scale(clean_state)), rel=0.2)
 
 
+@pytest.mark.long
 def test_steps_without_a_gradient_change_neither_tuner_nor_parameters():
     params, state = learned(PLAIN, steps=3)
     moved, after = mover(PLAIN)(jax.tree.map(jnp.zeros_like, params), state, params)

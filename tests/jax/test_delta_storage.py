@@ -56,6 +56,7 @@ def test_other_storages_are_refused(delta):
         mechanize(optax.sgd(1.0), delta=delta)
 
 
+@pytest.mark.long
 def test_a_storage_is_named_by_a_dtype_or_its_name():
     for given in (jnp.bfloat16, "bfloat16", jnp.dtype(jnp.bfloat16)):
         assert mechanize(optax.sgd(1.0), delta=given).init(jnp.ones(3)).delta.dtype == jnp.bfloat16
@@ -68,6 +69,7 @@ def test_float32_is_the_default_bit_for_bit():
     assert same_bits(trained(None), trained(jnp.float32))
 
 
+@pytest.mark.long
 @rounded
 def test_what_is_kept(delta):
     params, state = trained(delta)
@@ -211,6 +213,7 @@ def test_a_state_goes_on_in_every_storage(before, delta):
     assert train_loss(train(moved, wrapped(delta), 60, state=after, first=11)[0]) < train_loss(moved)
 
 
+@pytest.mark.long
 def test_codes_without_their_scales_are_refused():
     params = mlp(hidden=4)
     state = wrapped("int8").init(params)
@@ -219,6 +222,7 @@ def test_codes_without_their_scales_are_refused():
             wrapped("int8").update(params, state._replace(delta_scales=spoilt), params)
 
 
+@pytest.mark.long
 @rounded
 def test_freezing_and_releasing_drop_all_of_it(delta):
     """Then nothing tells the state from one whose Delta was in float32, and test_freezing.py has what comes next."""

@@ -74,6 +74,7 @@ def assert_is_a_tree_like_any_other(state, optimizer):
     assert scale(optax.tree.set(state, scale={"default": jnp.float32(2.0)})) == 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BASES)
 def test_it_trains_without_compiling_twice_changing_dtypes_or_keeping_donated_buffers(name):
     params, step = model(), donating(name)

@@ -42,6 +42,7 @@ def assert_released_at(rates, base, params, state, labels=None):
         np.testing.assert_allclose(updates[name], -rate * params[name], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_peak_in_the_state_is_that_of_the_last_step():
     """Delta is a sum of updates over it, so a base with another learning rate may take over."""
     params, state = learned(PLAIN, steps=3)
@@ -49,6 +50,7 @@ def test_the_peak_in_the_state_is_that_of_the_last_step():
     assert_released_at(dict.fromkeys(params, scale(state)), optax.sgd(0.25), params, state)
 
 
+@pytest.mark.long
 def test_labels_are_released_each_at_its_own_rate():
     params, state = learned(mechanize(optax.sgd(0.1), peak_lr=0.1, labels=LABELS), steps=5)
     assert scales(state)["a"] != scales(state)["b"]
@@ -83,6 +85,7 @@ def test_nothing_can_be_kept_before_anything_was_learned():
             keep(state)
 
 
+@pytest.mark.long
 def test_runs_under_vmap_are_released_one_by_one():
     params = {"x": jnp.ones((2, 3)) * jnp.array([[1.0], [2.0]])}
     state = jax.vmap(made_up)(params)

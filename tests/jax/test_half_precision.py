@@ -85,6 +85,7 @@ def test_half_precision_ends_where_float32_does(dtype):
     assert s == pytest.approx(wide_s, rel=0.25)
 
 
+@pytest.mark.long
 def test_two_steps_in_one_program_are_two_steps():
     """Between them XLA may keep a parameter in more bits than it has.
 

@@ -60,6 +60,7 @@ def on_its_course():
     return mechanize(optax.sgd(course), schedule=course)
 
 
+@pytest.mark.long
 def test_a_schedule_that_starts_at_zero_is_learned_from_once_it_rises():
     x, state = run(on_its_course(), [1.0])
     assert same_bits(x, jnp.ones(3))
@@ -78,6 +79,7 @@ def test_where_a_schedule_is_zero_nothing_moves_also_after_steps_without_feedbac
     assert same_bits(later, x)
 
 
+@pytest.mark.long
 def test_where_a_schedule_falls_below_zero_the_scale_stays_and_the_base_steps_as_it_is_told():
     x, state = run(on_its_course(), [1.0] * 25)
     for count in range(25, 60):
@@ -97,6 +99,7 @@ def test_a_learning_rate_that_is_not_positive_from_the_first_step_moves_nothing(
         assert scale(state) == 0
 
 
+@pytest.mark.long
 def test_a_learning_rate_of_zero_moves_nothing_where_delta_is_older_than_the_first_feedback():
     """Weight decay moves Delta on a step without a gradient, before anything was learned."""
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.0})
@@ -127,6 +130,7 @@ def test_the_peak_is_looked_up_in_the_schedule(name):
     assert float(state.peak_lr) == pytest.approx(peak, rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_peak_is_read_from_injected_hyperparameters():
     base = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
     injected, given = mechanize(base), mechanize(optax.adamw(3e-4), peak_lr=3e-4)

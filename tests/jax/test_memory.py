@@ -36,6 +36,7 @@ def test_so_many_bytes_per_parameter_stay(dtype, expected):
     assert bytes_of(state) / params.size == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.long
 def test_frozen_or_released_nothing_of_it_stays():
     params, state = learned(mechanize(optax.adam(1.0)), steps=5)
     scale_peak_and_count = 3 * 4

@@ -60,6 +60,7 @@ def test_observing_changes_nothing_where_it_is_the_batch_that_is_trained_on_or_t
     assert same_bits(scales(frozen[1]), scales(state))
 
 
+@pytest.mark.long
 def test_observed_gradients_find_their_way_past_frozen_parameters():
     params = {"free": jnp.asarray([1.0, -2.0]), "frozen": jnp.ones(3)}
     around = optax.selective_transform(PLAIN, freeze_mask={"free": False, "frozen": True})

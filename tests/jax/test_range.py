@@ -80,6 +80,7 @@ def quadratic(x):
     return jnp.sum(jnp.linspace(0.1, 1, 14) * (x - target) ** 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [1e8, 1e9, 1e12, 1e17])
 def test_sgd_learns_the_same_whatever_the_gradients_are_multiplied_by(factor):
     plain_loss, plain = on_quadratic(1.0)
@@ -129,6 +130,7 @@ def test_gradients_count_up_to_the_norm_whose_square_leaves_float32(scales_in):
     assert scales_in("Adam", TOO_LARGE, 4) == [0.0] * 4
 
 
+@pytest.mark.long
 @in_both_backends
 @pytest.mark.filterwarnings("ignore:10 of 15 steps so far")  # torch's, and right: nothing is learned from then on
 def test_under_sgd_delta_is_a_sum_of_gradients_and_has_the_same_bound(scales_in):

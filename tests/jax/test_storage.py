@@ -73,6 +73,7 @@ def test_int8_takes_at_most_1_05_bytes_per_element(shape):
     assert codes.size + scales.size * scales.dtype.itemsize <= 1.05 * math.prod(shape)
 
 
+@pytest.mark.long
 @both
 def test_what_was_stored_comes_back_bit_for_bit(dtype):
     values = normal(4, ROW // 2) * np.exp(4 * normal(4, ROW // 2, seed=2))
@@ -106,6 +107,7 @@ def test_tiny_and_huge_values(dtype, size):
         assert (np.abs(found - values) <= np.abs(values.astype(float)).max() / 60 + least).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [0, 1, 12345, 2_000_000_000])
 @pytest.mark.parametrize("number", [0, 7, 3 << 20])
 def test_random_numbers_are_those_of_mechanic_torch(step, number):
@@ -116,6 +118,7 @@ def test_random_numbers_are_those_of_mechanic_torch(step, number):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("shape", [(100,), (16, 512), (64, 64), (2, 3, 256)], ids=str)
 def test_blocks_that_fill_the_axes_are_rounded_as_in_mechanic_torch(dtype, shape):

@@ -23,6 +23,7 @@ def bad_steps(rng, steps):
     return set(rng.sample(range(steps), 20))
 
 
+@pytest.mark.long
 @every_start_and_int8
 def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
     rng = random.Random(0)

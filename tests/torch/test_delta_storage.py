@@ -108,6 +108,7 @@ def test_parameters_move_by_the_delta_that_is_not_yet_rounded_which_is_within_a_
         assert not u.any() or not new_d.equal(d + u)
 
 
+@pytest.mark.long
 @rounded
 def test_x_minus_s_delta_stays_where_it_was_in_the_mean(delta):
     """Every step moves it by S times what rounding has added, which has mean 0 and does not grow."""
@@ -229,6 +230,7 @@ def test_the_default_dtype_does_not_matter(default):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long
 def test_fake_tensors_can_be_stepped_with():
     with FakeTensorMode():
         model = torch.nn.Linear(4, 1)
@@ -242,6 +244,7 @@ def test_fake_tensors_can_be_stepped_with():
 # What may happen to an optimizer.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [(None, "int8"), ("int8", None), ("int8", BFLOAT16), (BFLOAT16, "int8"), ("int8", "int8")],
@@ -317,6 +320,7 @@ def test_own_iterates():
     assert losses["int8"] <= 1.3 * losses[None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Lion", "SOAP", "AdamW tensor lr"])
 def test_bases_that_look_at_values(name):
     base = BY_NAME[name]
@@ -404,6 +408,7 @@ def test_moments_are_float32_in_float16_and_where_the_base_must_see_the_values()
     assert dtypes_of(half(base=SGD, steps=5, momentum=0.9, weight_decay=1e-3)[1]) == {torch.float32}
 
 
+@pytest.mark.long
 def test_moments_are_cast_where_weight_decay_that_needs_the_values_comes_and_goes():
     model, optimizer = half(steps=5, base=torch.optim.Adam)
     optimizer.param_groups[0]["weight_decay"] = 1e-3
@@ -425,6 +430,7 @@ def test_a_checkpoint_goes_from_float32_moments_to_bfloat16_ones_and_back():
     assert train(model, optimizer, 40, first=10) < 1
 
 
+@pytest.mark.long
 def test_a_frozen_scale_steps_as_the_tuned_one_did_and_is_released():
     model, optimizer = half(steps=60, weight_decay=0.1)
     twin = copy.deepcopy(model)
@@ -451,6 +457,7 @@ class Widen(torch.nn.Module):
         return x.float()
 
 
+@pytest.mark.long
 def test_dtypes_side_by_side():
     model = mlp(dtype=BFLOAT16)
     model[2].float()

@@ -26,6 +26,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.long
 @every_base
 def test_trains(base: Base):
     losses = []

@@ -31,6 +31,7 @@ def test_float64_follows_for_300_steps(base, wrap, config):
         assert np.linalg.norm(our_x - x) <= 1e-9 * np.linalg.norm(x)
 
 
+@pytest.mark.long
 @every_path
 def test_float32_tracks_the_scale_for_100_steps(base, wrap):
     _, in_torch, options = BASES[base]

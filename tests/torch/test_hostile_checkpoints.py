@@ -64,6 +64,7 @@ def foreign(sources, target, words):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "running"])
 def test_the_checkpoint_of_another_base_is_refused_by_name(trained):
     bases = [*BASES, BY_NAME["own iterates"]]
@@ -93,6 +94,7 @@ def test_other_tuners_or_groups_are_refused_by_name(trained):
     assert_no_faults(faults)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", BASES, ids=[base.name.replace(" ", "-") for base in BASES])
 def test_a_bare_checkpoint_of_another_base_is_refused_or_steps(target):
     """Nothing tells whose it is but its entries. Its own base's loads, and says that the tuner is a fresh one."""
@@ -200,6 +202,7 @@ ONLY_THE_COMMAND = {
 NO_FILE = {"torch/checkpoint.py: bases.load"}  # a state dict that is in memory
 
 
+@pytest.mark.long
 def test_the_library_unpickles_nothing():
     unpicklers = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
     found = []

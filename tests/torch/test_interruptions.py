@@ -205,6 +205,7 @@ def test_ctrl_c_at_random_moments_leaves_every_parameter_before_or_after_its_mov
         signal.signal(signal.SIGALRM, former)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delta", [None, "int8"])
 def test_a_thread_and_a_signal_handler_see_parameters_from_before_or_after_a_step(delta):
     p = torch.nn.Parameter(torch.full((300_000,), 5.0))
@@ -243,6 +244,7 @@ def test_a_thread_and_a_signal_handler_see_parameters_from_before_or_after_a_ste
     assert all(low - 1e-3 <= value <= high + 1e-3 for value in seen)
 
 
+@pytest.mark.long
 def test_a_state_dict_that_was_handed_out_stays_whole_while_training_goes_on():
     params = [torch.nn.Parameter(torch.randn(20_000)) for _ in range(8)]
     optimizer = Mechanic(AdamW(params, lr=1.0))

@@ -29,6 +29,7 @@ def test_a_step_of_gpt_2_takes_few_launches_more_than_the_bases_and_waits_for_no
     assert step.launches_with(CUDA_13) - count(bare, "GPT-2 124M").launches_with(CUDA_13) <= MOST
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUILDS)
 def test_calls_do_not_grow_with_the_number_of_small_tensors(name):
     few, many = (count_step(BUILDS[name], [(100,)] * number) for number in (5, 45))

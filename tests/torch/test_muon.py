@@ -138,6 +138,7 @@ def test_options_go_to_their_optimizer():
     assert optimizer.config.decay == 0.1
 
 
+@pytest.mark.long
 def test_it_resumes_by_the_names_of_parameters():
     state_dicts = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     model = GPT()

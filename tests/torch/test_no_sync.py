@@ -42,6 +42,7 @@ def take_steps(wrap, base, device):
 ASKS_FOR_CUDA = {"Rprop", "SGD fused", "Adagrad fused"}  # these look for a real device where parameters are on one
 
 
+@pytest.mark.long
 @every_start
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_base_makes_the_step_wait(base: Base, wrap, device):

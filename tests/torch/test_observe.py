@@ -12,6 +12,7 @@ from tests.torch.task import scale
 EVERY = 3  # steps with an observation among those without
 
 
+@pytest.mark.long
 @every_path
 def test_observed_feedback_follows_the_oracle(base, wrap):
     written_here, in_torch, options = BASES[base]

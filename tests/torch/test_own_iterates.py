@@ -31,6 +31,7 @@ def train(weight, optimizer, steps):
         optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", BASES)
 def test_follows_the_oracle_with_weight_decay_on_the_iterates_of_the_base(base):
     written_here, in_torch, options = BASES[base]
@@ -44,6 +45,7 @@ def test_follows_the_oracle_with_weight_decay_on_the_iterates_of_the_base(base):
         assert np.linalg.norm(weight.detach().numpy() - reference.x) <= 1e-9 * np.linalg.norm(reference.x)
 
 
+@pytest.mark.long
 def test_without_weight_decay_it_is_algorithm_1():
     weights = [torch.nn.Parameter(torch.tensor(start())) for _ in range(2)]
     for weight, own in zip(weights, (False, True), strict=True):

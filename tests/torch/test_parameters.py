@@ -62,6 +62,7 @@ def test_complex_parameters_follow_their_real_twin():
     torch.testing.assert_close(torch.view_as_real(weight.detach()), twin.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_parameters_on_several_devices():
     """Fake devices check every placement; the arithmetic is the same as on one."""
     with FakeTensorMode():

@@ -167,6 +167,7 @@ def test_one_rank_may_swap_its_parameters_for_smaller_ones(one_rank):
     assert optimizer.state[group["params"][0]]["mechanic_delta"].any()
 
 
+@pytest.mark.long
 def test_outside_of_compiled_code_is_what_torch_does_not_trace():
     seen = []
 

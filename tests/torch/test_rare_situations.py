@@ -34,6 +34,7 @@ def test_a_backward_pass_from_before_the_step_fails():
 # Learning rates.
 
 
+@pytest.mark.long
 def test_a_linear_schedule_that_runs_past_its_end_does_what_it_does_to_a_bare_base():
     """At a negative rate every optimizer ascends. S stays as it is, so it is no worse than at the learned rate."""
 

@@ -29,6 +29,7 @@ def test_so_many_words_are_touched(name):
     assert beyond_cache / (4 * (1 << 22)) == pytest.approx(expected_beyond_cache, abs=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WORDS)
 def test_a_tensor_more_takes_one_call_more(name):
     build = WORDS[name][0]

@@ -229,6 +229,7 @@ def test_gradients_are_never_all_there_at_once():
     assert (most(False) - most(True)) / layer >= 6.8
 
 
+@pytest.mark.long
 def test_a_step_does_not_wait_for_the_device():
     def wrap(bare):
         optimizer = Mechanic(bare)

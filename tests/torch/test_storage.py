@@ -65,6 +65,7 @@ def test_an_int8_block_keeps_its_largest_element_exactly():
             assert kept[largest] == block[largest]
 
 
+@pytest.mark.long
 @both
 def test_rounding_is_right_in_the_mean(make):
     """Of every element, over steps: the largest of 1,000 means lies within 4.5 standard deviations."""
@@ -84,6 +85,7 @@ def test_the_error_of_a_sum_is_that_of_independent_errors_or_less(make):
     assert errors.mean().abs() <= 4 * independent / math.sqrt(100)
 
 
+@pytest.mark.long
 @both
 def test_steps_below_the_last_bit_add_up(make):
     """To nearest they would all be lost."""

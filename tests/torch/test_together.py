@@ -141,6 +141,7 @@ def test_an_optimizer_with_state_of_no_parameter_is_refused():
 # Inside of Mechanic.
 
 
+@pytest.mark.long
 @pairs
 def test_it_trains_with_one_tuner_and_with_two(pair):
     for options in ({}, {"per_group": True}):

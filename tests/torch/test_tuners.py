@@ -50,6 +50,7 @@ def test_which_tuner_a_group_has():
     assert names(two_groups(model, first="a", second="b")) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_each_tuner_follows_the_oracle_on_its_group_alone():
     """Two quadratics that know nothing of each other, a million apart in scale."""
     rng = np.random.default_rng(0)
