@@ -179,7 +179,8 @@ def test_ctrl_c_at_random_moments_leaves_every_parameter_before_or_after_its_mov
         raise KeyboardInterrupt
 
     former, generator = signal.signal(signal.SIGALRM, interrupt), random.Random(0)
-    saved = _setup(name)
+    saved, tracer = _setup(name), sys.gettrace()
+    sys.settrace(None)  # an interrupt inside of coverage's lock would leave it locked
     try:
         for _ in range(60):
             model, optimizer = copy.deepcopy(saved)
@@ -203,6 +204,7 @@ def test_ctrl_c_at_random_moments_leaves_every_parameter_before_or_after_its_mov
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
+        sys.settrace(tracer)
 
 
 @pytest.mark.long
