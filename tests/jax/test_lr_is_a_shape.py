@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -143,8 +144,20 @@ def test_the_peak_is_read_from_injected_hyperparameters():
 def test_a_schedule_that_is_missing_or_another_than_the_peak_says_is_told():
     schedule = optax.cosine_decay_schedule(3e-4, 100)
     for base in (optax.adamw(schedule), optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)):
-        with pytest.warns(UserWarning, match=r"has a schedule, .* mechanize\(base, schedule=schedule\)"):
+        with pytest.warns(
+            UserWarning, match=r"has a schedule that mechanize was not given.* mechanize\(base, schedule=schedule\)"
+        ):
             mechanize(base).init(jnp.ones(2))
         mechanize(base, peak_lr=3e-4).init(jnp.ones(2))  # it may be left out
-    with pytest.warns(UserWarning, match=r"peaks at 0\.0003, and peak_lr is 1"):
-        mechanize(optax.adamw(schedule), schedule=schedule, peak_lr=1.0)
+    for peak in (1.0, np.asarray(1.0), jnp.ones(())):
+        with pytest.warns(UserWarning, match=r"peaks at 0\.0003, and peak_lr is 1"):
+            mechanize(optax.adamw(schedule), schedule=schedule, peak_lr=peak)
+
+
+def test_under_jit_the_peak_is_the_same_number():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 137, 1000)
+
+    def peak(x):
+        return mechanize(optax.sgd(schedule), schedule=schedule).init(x).peak_lr
+
+    assert jax.jit(peak)(jnp.ones(2)) == peak(jnp.ones(2))

@@ -56,7 +56,7 @@ def refuse_parts_of_matrices(base_state: Any) -> None:
         )
 
 
-def told_peak(peak_lr: float | jax.Array | None, schedule: optax.Schedule | None) -> Any:
+def known_peak(peak_lr: float | jax.Array | None, schedule: optax.Schedule | None) -> Any:
     """The learning rate that counts as 1, if it is given or can be asked for. Warns if these are not the same."""
     of_schedule: Any = None if schedule is None else _peak_of(schedule)
     if peak_lr is None:
@@ -65,7 +65,7 @@ def told_peak(peak_lr: float | jax.Array | None, schedule: optax.Schedule | None
     is_known = of_schedule is not None and not any(isinstance(x, jax.core.Tracer) for x in (peak_lr, of_schedule))
     if is_known and not math.isclose(float(peak_lr), of_schedule, rel_tol=0.01):
         warnings.warn(
-            f"the schedule peaks at {of_schedule:g}, and peak_lr is {peak_lr:g}, so S is not the learning rate. "
+            f"the schedule peaks at {of_schedule:g}, and peak_lr is {float(peak_lr):g}, so S is not the learning rate. "
             "Leave peak_lr out, and pass the schedule as the base has it",
             UserWarning,
             stacklevel=3,
@@ -78,13 +78,14 @@ _COUNTS = np.unique(np.geomspace(1, 1e7, 4096).astype(np.int32)) - 1
 
 
 def _peak_of(schedule: optax.Schedule) -> Any:
-    """The largest value of a schedule; 1 if it has none above 0."""
-    values = jax.vmap(schedule)(jnp.asarray(_COUNTS))
-    if isinstance(values, jax.core.Tracer):
-        return jnp.max(values)
-    highest, last = int(jnp.argmax(values)), len(_COUNTS) - 1
-    between = np.linspace(_COUNTS[max(highest - 1, 0)], _COUNTS[min(highest + 1, last)], len(_COUNTS)).astype(np.int32)
-    peak = float(jnp.max(jax.vmap(schedule)(jnp.asarray(between))))
+    """The largest value of a schedule; 1 if it has none above 0. If the schedule is traced, so is its peak."""
+    with jax.ensure_compile_time_eval():
+        values = jax.vmap(schedule)(jnp.asarray(_COUNTS))
+        if isinstance(values, jax.core.Tracer):
+            return jnp.max(values)
+        highest, last = int(jnp.argmax(values)), len(_COUNTS) - 1
+        around = _COUNTS[max(highest - 1, 0)], _COUNTS[min(highest + 1, last)]
+        peak = float(jnp.max(jax.vmap(schedule)(jnp.asarray(np.linspace(*around, len(_COUNTS)).astype(np.int32)))))
     return peak if peak > 0 else 1.0
 
 
@@ -106,9 +107,8 @@ def injected_peak(base_state: Any) -> Any:
     numbers = [node.hyperparams["learning_rate"] for node in rates if "learning_rate" not in node.hyperparams_states]
     if len(numbers) < len(rates) or _nodes_of((optax.ScaleByScheduleState,), base_state):
         warnings.warn(
-            "the base has a schedule, and Mechanic was not given it: mechanize(base, schedule=schedule). With it S is "
-            "the learning rate at the peak of the schedule and settles as it falls. If you mean to leave it out, pass "
-            "peak_lr",
+            "the base has a schedule that mechanize was not given. Pass it, mechanize(base, schedule=schedule): then S "
+            "is the learning rate at its peak, and settles as it falls. To leave it out on purpose, pass peak_lr",
             UserWarning,
             stacklevel=3,
         )

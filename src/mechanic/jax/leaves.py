@@ -15,7 +15,7 @@ from mechanic.jax.refusals import (
     refuse_other_blocks,
     refuse_other_params,
     refuse_other_precision,
-    trainable,
+    trainable_arrays,
 )
 from mechanic.jax.rounding import is_half_precision, update_towards, value_of
 from mechanic.jax.state import MechanicState, PyTree, flatten
@@ -40,7 +40,7 @@ class Leaves:
         cls, params: optax.Params, state: MechanicState, labels: PyTree | Callable[[PyTree], PyTree] | None
     ) -> Leaves:
         """Raises where the parameters cannot be trained, or are not those that the state was made for."""
-        params = trainable(params)
+        params = trainable_arrays(params)
         refuse_other_params(state, params)
         refuse_other_precision(state, params)
         stored, treedef = flatten(params)

@@ -34,7 +34,7 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
         )
 
 
-def trainable(params: PyTree) -> PyTree:
+def trainable_arrays(params: PyTree) -> PyTree:
     """The parameters as JAX arrays.
 
     Raises where one is none, or an integer or a float of 8 bits or fewer: small steps cannot be added to it.

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from mechanic.config import TunerConfig
 from mechanic.jax.advance import Factors, advance
-from mechanic.jax.bases import injected_peak, refuse_parts_of_matrices, refuse_unsuitable, told_peak
+from mechanic.jax.bases import injected_peak, known_peak, refuse_parts_of_matrices, refuse_unsuitable
 from mechanic.jax.leaves import Leaves
-from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, trainable
+from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, trainable_arrays
 from mechanic.jax.rounding import widen
 from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.storage import name_of_choice, zero_delta, zero_residuals
@@ -98,13 +98,13 @@ def mechanize(
         raise TypeError(f"mechanize wraps an optax transformation, got {base!r}; write mechanize(optax.adamw(1.0))")
     if schedule is not None and not callable(schedule):
         raise TypeError(f"schedule must be the schedule inside the base, a function of the step, got {schedule!r}")
-    peak = told_peak(peak_lr, schedule)
+    peak = known_peak(peak_lr, schedule)
     choice = name_of_choice(delta)
     tuner_config = TunerConfig.of(config)
     base = optax.with_extra_args_support(base)
 
     def init(params: optax.Params) -> MechanicState:
-        params = trainable(params)
+        params = trainable_arrays(params)
         base_state = _without_shared_buffers(base.init(jax.tree.map(widen, params)), params)
         refuse_unsuitable(base_state)
         if axis_name is not None:

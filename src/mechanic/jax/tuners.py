@@ -44,7 +44,9 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
         labelled = [path for path, _ in jax.tree.leaves_with_path(prefix)]
         paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         unnamed = [path for path in paths if not any(path[: len(start)] == start for start in labelled)]
-        problem = f"have none for {jax.tree_util.keystr(unnamed[0])}" if unnamed else "name what is no parameter"
+        problem = (
+            f"have none for {jax.tree_util.keystr(unnamed[0])}" if unnamed else "name something that is not a parameter"
+        )
         raise ValueError(
             "labels must have a name for every part of the parameters, or be a function that returns such a tree; "
             f"these {problem}"
