@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.no_cover)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+    # Each worker measures itself. With this it would start a second collector, which no_cover does not stop.
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
 @pytest.fixture(autouse=True)
 def _processes_are_measured_only_with_their_test(request, monkeypatch):
     if request.node.get_closest_marker("no_cover"):
