@@ -68,7 +68,7 @@ docs:
 PYTEST ?=
 FLOOR_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 FLOOR_TORCH := torch==2.5.1 numpy==1.26.0
-FLOOR_JAX := jax==0.8.1 jaxlib==0.8.1 optax==0.2.6 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
+FLOOR_JAX := jax==0.8.1 jaxlib==0.8.1 optax==0.2.7 chex==0.1.92 toolz==1.2.0 flax==0.12.6 numpy==2.0.0
 JAX_TESTS := tests/jax tests/shared/test_tuner.py tests/campaign/test_jax_campaign.py src/mechanic/jax
 TORCH_TESTS := tests/torch tests/shared/test_oracle.py tests/shared/test_theory.py \
 	tests/campaign/test_torch_campaign.py src/mechanic/torch src/mechanic/config.py src/mechanic/tuner.py

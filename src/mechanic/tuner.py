@@ -77,17 +77,17 @@ def delta_retention(
     config: TunerConfig,
     xp: Any,
     rate: Array | None = None,
-    scales: tuple[Array, Array] | None = None,
 ) -> Array | None:
     """k, the share of Delta that is kept in a step, [tuners]; None if nothing is ever forgotten.
 
     S scales all of Delta, also what was moved long ago and has settled since. Delta shrinks by as much as S grows, so
     that this stays where it is, in two cases: if S is larger than ever before, and as far as the schedule has brought
     the learning rate down. In the second case Delta also grows by as much as S shrinks. A step changes Delta by at most
-    ``forgetting`` parts in t + 50. ``scales`` is S before and after, if the caller has it.
+    ``forgetting`` parts in t + 50, but for what :func:`within_bounds` does.
     """
     if not config.forgetting:
         return None
+    before, unit = within_bounds(before, config, xp)
     # One number per tuner; the state holds it n times, so that all fields have one shape.
     former, largest, steps, peak = (
         next(iter(array.T)) for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
@@ -96,12 +96,34 @@ def delta_retention(
     moved = former > 0
     shrunk = xp.where(moved, former / xp.where(moved, largest, 1.0), 1.0)
     if rate is None or not config.settle:
-        return xp.maximum(shrunk, 1 - limit)
-    scale, new_scale = scales or (total_scale(before, xp), total_scale(after, xp))
+        return unit * xp.maximum(shrunk, 1 - limit)
+    scale, new_scale = total_scale(before, xp), total_scale(after, xp)
     both = xp.minimum(scale, new_scale) > 0
     still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
     span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
-    return xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
+    return unit * xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
+
+
+def within_bounds(state: TunerState, config: TunerConfig, xp: Any) -> tuple[TunerState, Array | float]:
+    """The tuners with S between ``min_lr`` and ``max_lr``, and by how much Delta grows for that.
+
+    S is outside where a saved run goes on with other bounds. Then Delta is measured in another unit, in which S is
+    within the bounds, and S Delta, the place of the parameters, stays. Where nothing may change Delta, S stays too.
+    """
+    if not (config.has_bounds and config.forgetting):
+        return state, 1.0
+    scale = total_scale(state, xp)
+    inside = xp.clip(xp.clip(scale, config.min_lr, config.max_lr), TINY, None)
+    unit = xp.where(scale > 0, scale / inside, 1.0)
+    factor = unit.reshape(-1, 1)
+    in_unit = {
+        "largest_feedback": state.largest_feedback * factor,
+        "root_variance": state.root_variance * factor,
+        "scales": state.scales / factor,
+        "largest_delta": state.largest_delta * factor,
+        "largest_scale": state.largest_scale / factor,
+    }
+    return state._replace(**in_unit), unit
 
 
 def total_scale(state: TunerState, xp: Any) -> Array:
@@ -152,7 +174,11 @@ def update(
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
         '0.020'
     """
-    delta_grad, delta_param, grad_sq, param_sq, delta_sq = (column.reshape(-1, 1) for column in sums.T)  # [tuners, 1]
+    state, unit = within_bounds(state, config, xp)
+    delta_grad, delta_param, grad_sq, param_sq, delta_sq = (
+        (column * factor).reshape(-1, 1)
+        for column, factor in zip(sums.T, (unit, unit, 1.0, 1.0, unit * unit), strict=True)
+    )  # [tuners, 1]
     n = len(config.betas)
     scale = xp.sum(state.scales, -1, keepdims=True)  # S, [tuners, 1]
 

@@ -114,3 +114,23 @@ def test_float32_tracks_the_scale_for_100_steps(base):
     expected = run_oracle(base)[:100]
     for (our_s, _), (s, _) in zip(run_jax(BASES[base], None, jnp.float32, steps=100), expected, strict=True):
         assert our_s == pytest.approx(s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("bound", "factor"), [("max_lr", 0.1), ("min_lr", 3.0)])
+def test_a_run_that_goes_on_with_other_bounds_follows(bound, factor):
+    eigenvalues, x = np.logspace(-2, 0, 12), np.ones(12)
+    reference = oracle.Oracle(oracle.AdamW(lambda t: 1.0, weight_decay=0.0), x)
+    optimizer = mechanize(optax.adamw(1.0, weight_decay=0.0))
+    with jax.enable_x64(True):
+        x = jnp.asarray(x)
+        state = optimizer.init(x)
+        for step in range(90):
+            if step == 60:
+                limit = factor * float(scale(state))
+                reference.bounds = (limit, np.inf) if bound == "min_lr" else (0.0, limit)
+                optimizer = mechanize(optax.adamw(1.0, weight_decay=0.0), config={bound: limit})
+            updates, state = jax.jit(optimizer.update)(eigenvalues * x, state, x)
+            x = optax.apply_updates(x, updates)
+            reference.step(eigenvalues * reference.x)
+            assert float(scale(state)) == pytest.approx(reference.scale, rel=1e-9)
+            np.testing.assert_allclose(x, reference.x, rtol=1e-9, atol=1e-12)

@@ -26,7 +26,7 @@ def test_freezing_and_releasing_are_the_base_at_the_learned_rate_without_delta()
     written_out = optax.adam(float(scale(state)))
     frozen, after = train(params, optimizer, 10, state=frozen_state)
     released, _ = train(params, plain, 10, state=plain_state)
-    expected, _ = train(params, written_out, 10, state=plain_state)
+    expected, _ = train(params, written_out, 10, state=plain_state[0])
     assert stepper(optimizer)._cache_size() == 2  # one before, one after
     assert scale(after) == scale(state)
     assert train_loss(expected) < 0.97 * train_loss(params)  # that there is something to compare

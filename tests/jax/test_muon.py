@@ -1,7 +1,5 @@
 """mechanize(muon(1.0)): Muon for the matrices, AdamW for the rest, and no learning rates."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,6 @@ from flax import nnx, traverse_util
 
 from mechanic.jax import mechanize, muon, roles, scales
 from tests.jax.task import same_bits
-
-HAS_RMS = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
-pytestmark = pytest.mark.skipif(not HAS_RMS, reason="Optax has it from 0.2.7 on")
 
 VOCABULARY, LENGTH, WIDTH = 17, 12, 16
 
@@ -163,9 +158,3 @@ def test_what_is_not_known_is_refused_with_what_to_do():
 def test_parts_of_matrices_are_refused():
     with pytest.raises(ValueError, match="use jit with sharded arrays"):
         mechanize(muon(1.0), axis_name="shards").init(model())
-
-
-def test_an_older_optax_is_told(monkeypatch):
-    monkeypatch.setattr(optax.contrib, "muon", lambda learning_rate: None)
-    with pytest.raises(RuntimeError, match=r"from 0\.2\.7 on"):
-        muon(1.0)

@@ -19,9 +19,8 @@ BASES = {
     "DoG in a chain": (optax.chain(optax.clip(1.0), optax.contrib.dog()), f"DoGState: {OWN_STEPS}"),
     "a line search": (optax.lbfgs(), f"LinesearchState: {OWN_STEPS}"),
     "Schedule-Free": (optax.contrib.schedule_free_sgd(), f"ScheduleFreeState: {OWN_ITERATES}"),
+    "MADGRAD": (optax.contrib.madgrad(1.0), f"MadgradState: {OWN_ITERATES}"),
 }
-if hasattr(optax.contrib, "madgrad"):  # from 0.2.7 on
-    BASES["MADGRAD"] = optax.contrib.madgrad(1.0), f"MadgradState: {OWN_ITERATES}"
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -83,21 +82,21 @@ def step(grads=PARAMS, state=None, params=PARAMS, base=None, **extra):
 def test_parameters_that_have_changed_since_init_are_named():
     made_anew = r"optimizer\.init\(params\) makes one for these"
     longer = with_weight(jnp.ones((5, 2)))
-    with pytest.raises(ValueError, match=rf"^{WEIGHT} has shape \(5, 2\).*\(3, 2\) when.*{made_anew}"):
+    with pytest.raises(ValueError, match=rf"{WEIGHT} was \(3, 2\), and is \(5, 2\).*{made_anew}"):
         step(longer, params=longer)
     for other, difference in (
-        ({"bias": jnp.ones(3)}, rf"{WEIGHT} is only in the state"),
-        ({**PARAMS, "body": jnp.ones(3)}, r"\['body'\] is only in the parameters"),
-        ({**PARAMS, "bias": None}, r"\['bias'\] is only in the state"),
+        ({"bias": jnp.ones(3)}, rf"{WEIGHT} was \(3, 2\), and is not there"),
+        ({**PARAMS, "body": jnp.ones(3)}, r"\['body'\] was not there, and is \(3,\)"),
+        ({**PARAMS, "bias": None}, r"\['bias'\] was \(3,\), and is not there"),
         ({**PARAMS, "body": tuple(PARAMS["body"])}, "containers are of other types"),
     ):
         with pytest.raises(ValueError, match=rf"made for other parameters: .*{difference}.*{made_anew}"):
             step(other, params=other)
     cast = with_weight(jnp.ones((3, 2), jnp.bfloat16))
-    with pytest.raises(ValueError, match=rf"{WEIGHT} is bfloat16, but it was not in half precision"):
+    with pytest.raises(ValueError, match=rf"{WEIGHT} was \(3, 2\), and is \(3, 2\) in half precision"):
         step(cast, params=cast)
     state = mechanize(optax.adamw(1.0)).init({**cast, "bias": jnp.ones(3, jnp.float16)})
-    with pytest.raises(ValueError, match=rf"{WEIGHT} is float32, but it was in half precision"):
+    with pytest.raises(ValueError, match=rf"{WEIGHT} was \(3, 2\) in half precision, and is \(3, 2\);"):
         step(state=state, params={**PARAMS, "bias": jnp.ones(3, jnp.float16)})
     with pytest.raises(TypeError, match=rf"got the state of another transformation, a tuple; .*{made_anew}"):
         step(state=optax.adam(1.0).init(PARAMS))

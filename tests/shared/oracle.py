@@ -86,11 +86,21 @@ class Oracle:
         feedback = g if observed is None else observed
         kept = 1.0
         if not (d.idle_steps_kept and not (np.isfinite(feedback).all() and feedback.any())):
+            unit = self._move_into_bounds() if d.forgetting and not self.own_iterates else 1.0
             scale = self.scale
-            self._tune(feedback, x, delta)
-            kept = self._delta_retention(scale)
+            self._tune(feedback, x, unit * delta)
+            kept = unit * self._delta_retention(scale)
         self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17
+
+    def _move_into_bounds(self) -> float:
+        """S of a run that goes on with other bounds is brought within them, and Delta is larger by as much."""
+        if self.scale == 0:
+            return 1.0
+        unit = self.scale / min(max(self.scale, self.bounds[0]), self.bounds[1])
+        self.s, self.largest_scale = self.s / unit, self.largest_scale / unit
+        self.m, self.v, self.largest_delta = self.m * unit, self.v * unit**2, self.largest_delta * unit
+        return unit
 
     def _tune(self, g: Floats, x: Floats, delta: Floats) -> None:
         d, norm = self.departures, np.linalg.norm

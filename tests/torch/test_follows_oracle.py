@@ -54,3 +54,27 @@ def test_a_long_run_at_a_constant_rate_follows():
         optimizer.step()
         reference.step(eigenvalues * reference.x + of_step)
         assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:S is held by a bound")
+@pytest.mark.parametrize(("bound", "factor"), [("max_lr", 0.1), ("max_lr", 0.5), ("min_lr", 3.0)])
+def test_a_run_that_goes_on_with_other_bounds_follows_and_goes_on_from_where_it_is(bound, factor):
+    eigenvalues, start = np.logspace(-2, 0, 12), np.ones(12)
+    reference = oracle.Oracle(oracle.AdamW(lambda t: 1.0, weight_decay=0.0), start)
+    param = torch.nn.Parameter(torch.tensor(start))
+    optimizer = Mechanic(torch.optim.AdamW([param], lr=1.0, weight_decay=0.0))
+    for step in range(90):
+        if step == 60:
+            saved, limit = optimizer.state_dict(), factor * scale(optimizer)
+            reference.bounds = (limit, np.inf) if bound == "min_lr" else (0.0, limit)
+            optimizer = Mechanic(torch.optim.AdamW([param], lr=1.0, weight_decay=0.0), config={bound: limit})
+            optimizer.load_state_dict(saved)
+        before = param.detach().clone()
+        param.grad = torch.tensor(eigenvalues) * before
+        optimizer.step()
+        reference.step(eigenvalues * reference.x)
+        assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)
+        np.testing.assert_allclose(param.detach(), reference.x, rtol=1e-9, atol=1e-12)
+        if step == 60:  # S is at its bound, and the parameters made one step of AdamW
+            assert scale(optimizer) == pytest.approx(limit, rel=0.1)
+            assert (param - before).abs().max() <= 1.5 * scale(optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,49 +48,47 @@ def advance(
     scales: list[jax.Array | None] = []
     for number, (stored, each, x) in enumerate(zip(leaves.stored_delta(state), u, leaves.values, strict=True)):
         dtype = dtype_of_delta(x.dtype, choice)
-        noise = None if dtype == x.dtype else Noise(state.count, number + number_of_shard(x, axis_name))
-        move = _mover(dtype)
-        if not isinstance(each, jax.core.Tracer):
-            move = jax.jit(move)  # which is found again: outside of jit, the branches for int8 would be compiled anew
-        step, new_codes, new_scales = move(*stored, each, factors.of(leaves.rows[number], x.real.dtype), noise)
+        its_number = jnp.asarray(number + number_of_shard(x, axis_name), jnp.uint32)
+        noise = None if dtype == x.dtype else Noise(state.count, its_number)
+        of_its_tuner = factors.of(leaves.rows[number], x.real.dtype)
+        step, new_codes, new_scales = _move(dtype, *stored, each, of_its_tuner, noise)
         steps.append(step)
         codes.append(new_codes)
         scales.append(new_scales)
     return steps, leaves.tree(codes), leaves.tree(scales) if choice == "int8" else None
 
 
-@cache
-def _mover(dtype: DTypeLike) -> Callable[..., Any]:
-    """:func:`_move` for a dtype, as one function that JAX knows again."""
-    move = partial(_move, dtype=dtype)
+@partial(jax.jit, static_argnums=0)  # outside of jit, the branches for int8 would be compiled anew in every step
+def _move(dtype: DTypeLike, *arguments: Any) -> Any:
+    """The step of one parameter, and Delta' as codes and scales."""
+    change = partial(_change, dtype)
     if dtype != jnp.int8:
-        return move
-    return partial(jax.lax.platform_dependent, cpu=partial(_apart, move), default=move)
+        return change(*arguments)
+    return jax.lax.platform_dependent(*arguments, cpu=partial(_apart, change), default=change)
 
 
-def _move(
+def _change(
+    dtype: DTypeLike,
     codes: jax.Array,
     scales: jax.Array | None,
     u: jax.Array,
     factors: Factors,
     noise: Noise | None,
-    *,
-    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The step of one parameter, which is of the Delta' that is not yet rounded, and Delta' as codes and scales."""
     delta = decode(codes, scales, u.dtype)
     if factors.retention is not None:
         delta = factors.retention * delta
     new_delta = delta + u
-    # S' Delta' - S Delta = (S' - S) Delta' + S u. Delta is not read again, so Delta' may take its donated buffer.
+    # S' Delta' - S Delta = (S' - S) Delta' + S u, of the Delta' that is not yet rounded. Delta is not read again, so
+    # Delta' may take its donated buffer.
     step = factors.change * new_delta + factors.scale * u
     return step, *encode(new_delta, dtype, noise)
 
 
-def _apart(move: Callable[..., Any], *arguments: Any) -> Any:  # the last of them is the noise
-    """Call ``move`` in a branch of its own, which is always taken, though XLA does not know.
+def _apart(change: Callable[..., Any], *arguments: Any) -> Any:  # the last of them is the noise
+    """Call ``change`` in a branch of its own, which is always taken, though XLA does not know.
 
     XLA on CPU works out Delta' several times, all parameters side by side: 16 temporary bytes per parameter with int8
     in jax 0.10.2, and 6 so. ``lax.optimization_barrier`` does not help, since it is removed too early.
     """
-    return jax.lax.cond(arguments[-1].step >= 0, move, lambda *others: move(*others[:-1], None), *arguments)
+    return jax.lax.cond(arguments[-1].step >= 0, change, lambda *others: change(*others[:-1], None), *arguments)

@@ -32,8 +32,8 @@ _WITH_OWN_STEP_SIZE = (
 _WITH_OWN_ITERATES = (
     optax.contrib.ScheduleFreeState,
     optax.contrib.SAMState,
+    optax.contrib.MadgradState,
     optax.LookaheadState,
-    *(getattr(optax.contrib, name) for name in ("MadgradState",) if hasattr(optax.contrib, name)),  # from 0.2.7 on
 )
 
 

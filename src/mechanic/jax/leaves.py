@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mechanic.jax.refusals import (
-    leaves_like,
-    refuse_other_blocks,
-    refuse_other_params,
-    refuse_other_precision,
-    trainable_arrays,
-)
-from mechanic.jax.rounding import is_half_precision, update_towards, value_of
-from mechanic.jax.state import MechanicState, PyTree, flatten
-from mechanic.jax.storage import decode
+from mechanic.jax.refusals import leaves_like, refuse_other_params, trainable_arrays
+from mechanic.jax.rounding import update_towards, value_of
+from mechanic.jax.state import MechanicState, PyTree
 from mechanic.jax.tuners import rows_of
 
 
@@ -42,10 +35,9 @@ class Leaves:
         """Raises where the parameters cannot be trained, or are not those that the state was made for."""
         params = trainable_arrays(params)
         refuse_other_params(state, params)
-        refuse_other_precision(state, params)
-        stored, treedef = flatten(params)
+        stored, treedef = jax.tree.flatten(params)
         names, rows = rows_of(labels, params)
-        residuals = _where(state.residual, [is_half_precision(p.dtype) for p in stored])
+        residuals = _for_each(treedef, state.residual)
         values = [value_of(p, residual) for p, residual in zip(stored, residuals, strict=True)]
         return cls(params, treedef, stored, residuals, values, names, rows)
 
@@ -60,14 +52,8 @@ class Leaves:
 
     def stored_delta(self, state: MechanicState) -> list[tuple[jax.Array, jax.Array | None]]:
         """Codes and scales; the codes are Delta itself where there are no scales."""
-        refuse_other_blocks(state)
-        codes = self.treedef.flatten_up_to(state.delta)
-        return list(zip(codes, _where(state.delta_scales, [each.dtype == jnp.int8 for each in codes]), strict=True))
-
-    def delta_in(self, state: MechanicState) -> list[jax.Array]:
-        """Delta in the working dtypes, whatever it is stored in."""
-        pairs = zip(self.stored_delta(state), self.values, strict=True)
-        return [decode(*stored, x.dtype) for stored, x in pairs]
+        codes, scales = (_for_each(self.treedef, tree) for tree in (state.delta, state.delta_scales))
+        return list(zip(codes, scales, strict=True))
 
     def scaled(self, by_tuner: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Every leaf times the factor of its tuner, [tuners], in the leaf's own dtype."""
@@ -87,7 +73,6 @@ class Leaves:
         return self.tree(updates), state._replace(residual=self.tree(residuals))
 
 
-def _where(tree: PyTree | None, has_leaf: Sequence[bool]) -> list[Any]:
-    """One entry per parameter of a tree that has a leaf for some of them, and None for the others."""
-    remaining = iter(jax.tree.leaves(tree))
-    return [next(remaining) if has else None for has in has_leaf]
+def _for_each(treedef: Any, tree: PyTree | None) -> list[Any]:
+    """One entry per parameter; None where a tree has no leaf for it."""
+    return [None] * treedef.num_leaves if tree is None else treedef.flatten_up_to(tree)

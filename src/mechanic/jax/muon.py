@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -26,17 +25,12 @@ def roles(params: PyTree, overrides: Mapping[str, str] | None = None) -> PyTree:
     """What each parameter does: matrix, experts, conv, embedding, head or vector, by its name and shape; else other.
 
     Use it to see what :func:`mechanic.jax.muon` does, or for a tuner per role, ``mechanize(muon(1.0), labels=roles)``.
-    JAX knows parameters by names only, not by modules: a head is one if it is called so, as ``lm_head`` or
-    ``classifier``; else it counts as a matrix. A matrix of one row or one column is a vector, but in a head.
+    Roles are returned as a tree like the parameters. A matrix of one row or one column is a vector, but in a head.
 
     Args:
-        params: the parameters.
+        params: the parameters. A head is one if it is called so, as ``lm_head`` or ``classifier``.
         overrides: roles by patterns of names where you want others, as ``{"*.last.kernel": "head"}``. The first that
-            fits is taken, and one that fits no parameter is an error. Write ``functools.partial(roles, overrides=...)``
-            for ``labels``.
-
-    Returns:
-        The roles, as a tree like the parameters.
+            fits is taken, and one that fits no parameter is an error.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,28 +56,14 @@ def muon(
     """``optax.contrib.muon`` for the matrices of a model and AdamW for all else, to be wrapped by ``mechanize``.
 
     ``mechanize(muon(1.0))`` trains with no learning rate. The steps of Muon have the size of AdamW's, so one tuner can
-    serve both. Kernels of attention with a dimension for heads, as Flax has them, are matrices.
-
-    Args:
-        learning_rate: of both; a number or a schedule.
-        weight_decay: of both.
-        momentum: of Muon.
-        nesterov: of Muon.
-        ns_steps: of Muon: how often it iterates to make an update orthogonal.
-        b1: of AdamW.
-        b2: of AdamW.
-        eps: of AdamW.
-        overrides: as for :func:`mechanic.jax.roles`. Parameters of the role ``other`` are refused by name.
+    serve both. Kernels of attention with a dimension for heads, as Flax has them, are matrices. ``b1``, ``b2`` and
+    ``eps`` are AdamW's. ``overrides`` are those of :func:`mechanic.jax.roles`; the role ``other`` is refused by name.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from mechanic.jax import mechanize, muon
-        >>> optimizer = mechanize(muon(1.0))  # doctest: +SKIP
-        >>> state = optimizer.init({"hidden": jnp.ones((4, 4)), "bias": jnp.ones(4)})  # doctest: +SKIP
+        >>> state = mechanize(muon(1.0)).init({"hidden": jnp.ones((4, 4)), "bias": jnp.ones(4)})
     """
-    if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
-        version = optax.__version__
-        raise RuntimeError(f"muon needs the consistent_rms of optax.contrib.muon, from 0.2.7 on; this is {version}")
     of_matrices = optax.contrib.muon(
         learning_rate,
         ns_steps=ns_steps,

@@ -27,7 +27,7 @@ class Noise(NamedTuple):
     """The random numbers of one parameter in one step."""
 
     step: jax.Array  # 0-dim
-    number: int | jax.Array  # of the parameter, so that parameters round differently
+    number: jax.Array  # of the parameter, so that parameters round differently
 
     def fractions(self, shape: tuple[int, ...]) -> jax.Array:
         """Between 0 and 1, for every element."""

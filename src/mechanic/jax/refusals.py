@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mechanic.config import TunerConfig
 from mechanic.jax.rounding import is_half_precision
 from mechanic.jax.state import MechanicState, PyTree
-from mechanic.jax.storage import scales_shape
 
 _LEAVE_OUT = "optax.selective_transform(mechanize(base), freeze_mask=mask)"
 
@@ -34,6 +34,24 @@ def refuse_other_betas(state: MechanicState, config: TunerConfig) -> None:
         )
 
 
+def refuse_other_params(state: MechanicState, params: PyTree) -> None:
+    """Raise where the state was made for parameters with other names or shapes, or in another precision."""
+    again = "state = optimizer.init(params) makes one for these, and tunes from the start"
+    if not isinstance(state, MechanicState):
+        raise TypeError(f"got the state of another transformation, a {type(state).__name__}; {again}")
+    halves = jax.tree.map(lambda p: p if is_half_precision(p.dtype) else None, params)
+    is_frozen = state.delta is None
+    before = _described(state.residual if is_frozen else state.delta, state.residual)
+    now = _described(halves if is_frozen else params, halves)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            was, is_now = (names.get(name, "not there") for names in (before, now))
+            raise ValueError(f"the state was made for other parameters: {name} was {was}, and is {is_now}; {again}")
+    treedefs: list[Any] = [jax.tree.structure(tree) for tree in (state.delta, params)]
+    if not is_frozen and treedefs[0] != treedefs[1]:
+        raise ValueError(f"the state was made for other parameters: their containers are of other types; {again}")
+
+
 def trainable_arrays(params: PyTree) -> PyTree:
     """The parameters as JAX arrays.
 
@@ -42,95 +60,56 @@ def trainable_arrays(params: PyTree) -> PyTree:
 
     def as_array(path: Any, leaf: Any) -> jax.Array:
         try:
-            return jnp.asarray(leaf)
+            array = jnp.asarray(leaf)
         except TypeError:
             raise TypeError(
                 f"{_name(path)} is a {type(leaf).__name__}, not an array; pass the trained arrays alone, with Equinox "
                 "eqx.filter(model, eqx.is_inexact_array)"
             ) from None
-
-    params = jax.tree.map_with_path(as_array, params)
-    for path, leaf in jax.tree.leaves_with_path(params):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        if not is_float or jnp.finfo(leaf.dtype).bits < 16:
+        if not jnp.issubdtype(array.dtype, jnp.inexact) or jnp.finfo(array.dtype).bits < 16:
             raise TypeError(
-                f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {leaf.dtype}; "
-                f"leave it out, for instance with {_LEAVE_OUT}{', or store it in bfloat16' if is_float else ''}"
+                f"mechanize moves floating-point parameters of at least 16 bits, but {_name(path)} is {array.dtype}; "
+                f"leave it out, for instance with {_LEAVE_OUT}"
             )
-    return params
+        return array
 
-
-def refuse_other_params(state: MechanicState, params: PyTree) -> None:
-    """Raise where the state was made for parameters of another structure or of other shapes."""
-    again = "state = optimizer.init(params) makes one for these, and tunes from the start"
-    if not isinstance(state, MechanicState):
-        raise TypeError(f"got the state of another transformation, a {type(state).__name__}; {again}")
-    if state.delta is None:
-        return  # frozen: there is no Delta to compare with
-    treedef: Any = jax.tree.structure(params)
-    try:
-        deltas = treedef.flatten_up_to(state.delta)
-    except ValueError:
-        deltas = None
-    if deltas is None or not jax.tree_util.all_leaves(deltas):
-        given, known = ({_name(path) for path, _ in jax.tree.leaves_with_path(tree)} for tree in (params, state.delta))
-        only = [f"{name} is only in the {'parameters' if name in given else 'state'}" for name in sorted(given ^ known)]
-        difference = only[0] if only else "their containers are of other types"
-        raise ValueError(f"the state was made for other parameters: {difference}; {again}")
-    for (path, leaf), delta in zip(jax.tree.leaves_with_path(params), deltas, strict=True):
-        if leaf.shape != jnp.shape(delta):
-            raise ValueError(
-                f"{_name(path)} has shape {leaf.shape}, but it had {jnp.shape(delta)} when the state was made; {again}"
-            )
-
-
-def refuse_other_precision(state: MechanicState, params: PyTree) -> None:
-    """Raise where a parameter was cast to half precision, or from it, since the state was made."""
-    treedef: Any = jax.tree.structure(params)
-    kept = [None] * treedef.num_leaves if state.residual is None else treedef.flatten_up_to(state.residual)
-    for (path, leaf), residual in zip(jax.tree.leaves_with_path(params), kept, strict=True):
-        if is_half_precision(leaf.dtype) != (residual is not None):
-            raise ValueError(
-                f"{_name(path)} is {leaf.dtype}, but it was {'not ' if residual is None else ''}in half precision when "
-                "the state was made; cast parameters before optimizer.init, not after it"
-            )
-
-
-def refuse_other_blocks(state: MechanicState) -> None:
-    """Raise where the scales of a Delta in int8 are missing, or are those of blocks that ``shard_map`` has cut."""
-    codes = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(state.delta) if leaf.dtype == jnp.int8]
-    scales = jax.tree.leaves(state.delta_scales)
-    if len(codes) != len(scales):
-        raise ValueError(f"Delta of {len(codes)} parameters is in int8, but the state has scales for {len(scales)}")
-    for (path, leaf), found in zip(codes, scales, strict=True):
-        expected = scales_shape(leaf.shape)
-        if found.shape != expected:
-            raise ValueError(
-                f"Delta of {_name(path)} has shape {leaf.shape} here and needs scales of shape {expected}, not "
-                f"{found.shape}; inside shard_map every shard has blocks of its own, so call optimizer.init there too"
-            )
+    return jax.tree.map_with_path(as_array, params)
 
 
 def leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Any]:
-    """The leaves of a tree that must have the parameters' structure and shapes; errors call one of them ``what``."""
-    treedef: Any = jax.tree.structure(params)
+    """The leaves of a tree that must have the parameters' structure and shapes; errors call one of them ``what``.
+
+    What ``optax.masked`` hides of the parameters is left out: it does not hide it of extra arguments (Optax 0.2.8).
+    """
+    treedef: Any = jax.tree.structure(params, is_leaf=_is_masked)
     try:
         given = treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(f"the {what}s must be a tree like the parameters: {error}") from None
-    for (path, param), leaf in zip(jax.tree.leaves_with_path(params), given, strict=True):
+    fitting = []
+    for (path, param), leaf in zip(jax.tree.leaves_with_path(params, is_leaf=_is_masked), given, strict=True):
+        if _is_masked(param):
+            continue
+        name = f"the {what} of {_name(path)}"
         if leaf is None:
-            raise ValueError(
-                f"the {what} of {_name(path)} is None; pass zeros, or leave the parameter out with {_LEAVE_OUT}"
-            )
+            raise ValueError(f"{name} is None; pass zeros, or leave the parameter out with {_LEAVE_OUT}")
         if not jax.tree_util.all_leaves([leaf]):
-            raise TypeError(f"the {what} of {_name(path)} is a {type(leaf).__name__}, the parameter an array")
+            raise TypeError(f"{name} is a {type(leaf).__name__}, the parameter an array")
         if jnp.shape(leaf) != param.shape:
-            raise ValueError(
-                f"the {what} of {_name(path)} has shape {jnp.shape(leaf)}, the parameter {param.shape}; "
-                "both have to be the same"
-            )
-    return given
+            raise ValueError(f"{name} has shape {jnp.shape(leaf)}, the parameter {param.shape}")
+        fitting.append(leaf)
+    return fitting
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _described(tree: PyTree, halves: PyTree) -> dict[str, str]:
+    """The shapes of the leaves by their names, and which of them are in half precision."""
+    in_half = {_name(path) for path, _ in jax.tree.leaves_with_path(halves)}
+    named = {_name(path): str(jnp.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {name: f"{shape} in half precision" if name in in_half else shape for name, shape in named.items()}
 
 
 def _name(path: Any) -> str:

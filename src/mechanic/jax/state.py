@@ -18,28 +18,17 @@ PyTree = Any
 class MechanicState(NamedTuple):
     """The state of :func:`mechanic.jax.mechanize`, a pytree of arrays that checkpoints like any other.
 
-    - ``scale``: S of every tuner, by its name. It repeats the sum of the tuner's scales, so that it can be read by name
-      and is still there after :func:`mechanic.jax.freeze`.
-    - ``delta``: the sum of the base's updates, like the parameters, in at least float32 unless ``mechanize`` was told
-      otherwise. None once frozen.
-    - ``residual``: what rounding cut off half-precision parameters. None without such parameters; otherwise a tree like
-      the parameters with None at all others.
-    - ``tuner``: the tuners' memory, arrays [tuners, n] with one row per name in ``scale``. None once frozen.
-    - ``base``: the state of the base optimizer.
-    - ``peak_lr``: the ``peak_lr`` of ``mechanize`` at the last update. :func:`mechanic.jax.release` reads it.
-    - ``count``: how many updates there were, also those that the tuner learned nothing from and those after freezing.
-    - ``delta_scales``: what the codes of a Delta in int8 are multiplied with, block by block, with the axes of the
-      parameters. None without such a Delta; otherwise a tree like the parameters with None at all others.
+    Trees are like the parameters, with None where a parameter has no such thing, and None if no parameter has it.
     """
 
-    scale: dict[str, jax.Array]
-    delta: PyTree | None
-    residual: PyTree | None
-    tuner: TunerState | None
-    base: PyTree
-    peak_lr: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # int32, as in Optax's own states; a tuple has a method of this name
-    delta_scales: PyTree | None = None
+    scale: dict[str, jax.Array]  # S of every tuner by its name, also once frozen
+    delta: PyTree | None  # the sum of the base's updates; None once frozen
+    residual: PyTree | None  # what rounding cut off half-precision parameters
+    tuner: TunerState | None  # arrays [tuners, n] with one row per name in scale; None once frozen
+    base: PyTree  # the base's own state
+    peak_lr: jax.Array  # that of mechanize at the last update
+    count: jax.Array  # type: ignore[assignment]  # of all updates, in int32 as in Optax; a tuple has a method count
+    delta_scales: PyTree | None = None  # of a Delta in int8, one for each block, with the axes of the parameter
 
     def __repr__(self) -> str:
         learned = ", ".join(f"{name}: {value}" for name, value in self.scale.items())
@@ -49,26 +38,12 @@ class MechanicState(NamedTuple):
 def scales(state: PyTree) -> dict[str, jax.Array]:
     """The learned learning rate of every tuner by its name: S, which the base's peak learning rate stands for.
 
-    To log what Mechanic learns::
-
-        log({"lr": 3e-4})                                                     # before: the one you chose
-        log({f"lr/{name}": float(s) for name, s in scales(state).items()})    # after: the ones it has found
-
-    During a schedule the effective learning rate is S times the schedule over its peak.
-
-    Args:
-        state: of :func:`mechanic.jax.mechanize`, or any state around it: ``optax.chain``, ``MultiSteps``,
-            ``inject_hyperparams``, ``masked``, a whole train state.
-
-    Returns:
-        0-dim arrays, so it may be called under ``jit``. Without ``labels`` there is one, named ``"default"``. All are 0
-        until the second step with a gradient.
-
-    Raises:
-        ValueError: if the state holds no Mechanic, or several with a tuner of the same name.
+    ``state`` may also be any state around Mechanic's: of ``optax.chain``, ``MultiSteps``, a whole train state. The
+    results are 0-dim arrays, also under ``jit``, and 0 until the second step with a gradient. Without ``labels`` there
+    is one, named ``"default"``. During a schedule the effective learning rate is S times the schedule over its peak.
 
     Example:
-        >>> import jax.numpy as jnp, optax
+        >>> import optax
         >>> from mechanic.jax import mechanize, scales
         >>> optimizer = optax.chain(optax.clip(1.0), mechanize(optax.sgd(1.0)))
         >>> scales(optimizer.init({"w": jnp.ones(3)}))
@@ -79,18 +54,13 @@ def scales(state: PyTree) -> dict[str, jax.Array]:
 
 
 def scale(state: PyTree) -> jax.Array:
-    """The learned learning rate, S, where there is one tuner, which is the default; see :func:`scales`.
-
-    To log what Mechanic learns::
+    """The learned learning rate, S, where there is one tuner, which is the default; see :func:`scales`::
 
         log({"lr": 3e-4})              # before: the one you chose
         log({"lr": scale(state)})      # after: the one it has found
 
-    Raises:
-        ValueError: if there are several tuners; call :func:`scales`.
-
     Example:
-        >>> import jax.numpy as jnp, optax
+        >>> import optax
         >>> from mechanic.jax import mechanize, scale
         >>> scale(mechanize(optax.adam(1.0)).init(jnp.ones(3)))
         Array(0., dtype=float32)
@@ -103,22 +73,13 @@ def scale(state: PyTree) -> jax.Array:
 
 
 def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:
-    """How many steps had NaN or inf in the gradients or sums of a tuner, by its name.
+    """How many steps had NaN or inf in the gradients or sums of a tuner, by its name; see :func:`scales`.
 
-    On such a step S stays as it was, and the base gets zeros. If S stays 0, look here: all gradients may be NaN::
-
-        if not jnp.isfinite(loss): bad += 1               # before: counted by hand
-        bad = nonfinite_steps(state)["default"]           # after
-
-    Args:
-        state: as for :func:`scales`.
-
-    Returns:
-        0-dim int32 arrays, so it may be called under ``jit``. A frozen state does not count, and its tuners are left
-        out of the dict.
+    On such a step S stays as it was, and the base gets zeros. If S stays 0, look here: all gradients may be NaN. A
+    frozen state does not count them.
 
     Example:
-        >>> import jax, jax.numpy as jnp, optax
+        >>> import jax, optax
         >>> from mechanic.jax import mechanize, nonfinite_steps
         >>> optimizer = mechanize(optax.sgd(1.0))
         >>> params = jnp.ones(3)
@@ -156,11 +117,10 @@ def _by_name(state: PyTree, read: Callable[[MechanicState], dict[str, jax.Array]
 def warn_unless_last(state: PyTree) -> None:
     """Warn where the state shows that another transformation comes after Mechanic in ``optax.chain``.
 
-    Every public function calls this directly, so that ``stacklevel=3`` is the user's line. Python shows a warning once
-    per line.
+    Every public function calls this directly, so that ``stacklevel=3`` is the user's line.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: _is_ours(node) or _is_chain_with_others_after_ours(node))
-    if any(_is_chain_with_others_after_ours(node) for node in nodes):
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: _is_ours(node) or _has_others_after_ours(node))
+    if any(map(_has_others_after_ours, nodes)):
         warnings.warn(
             "another transformation follows mechanize in optax.chain and changes its updates. Make mechanize the last "
             "element: optax.chain(optax.clip_by_global_norm(1.0), mechanize(base)). "
@@ -170,22 +130,15 @@ def warn_unless_last(state: PyTree) -> None:
         )
 
 
-def _is_chain_with_others_after_ours(node: Any) -> bool:
-    """Whether it looks like the state of a chain in which a state of Optax's comes after one of ours.
-
-    The state of ``optax.chain`` is a plain tuple of states, that of ``optax.named_chain`` an ordered dict.
-    """
+def _has_others_after_ours(node: Any) -> bool:
+    """Whether it looks like the state of a chain, with a state of Optax's after one that holds ours."""
     if type(node) not in (tuple, OrderedDict):
         return False
     parts = list(node.values() if isinstance(node, OrderedDict) else node)
-    if not all(isinstance(part, tuple) for part in parts):
-        return False
-    first = next((i for i, part in enumerate(parts) if _holds_ours(part)), len(parts))
-    return any(type(part).__module__.split(".")[0] == "optax" for part in parts[first + 1 :])
-
-
-def _holds_ours(tree: PyTree) -> bool:
-    return any(_is_ours(node) for node in jax.tree.leaves(tree, is_leaf=_is_ours))
+    ours = [any(map(_is_ours, jax.tree.leaves(part, is_leaf=_is_ours))) for part in parts]
+    after = parts[ours.index(True) + 1 :] if any(ours) else []
+    is_chain = all(isinstance(part, tuple) for part in parts)
+    return is_chain and any(type(part).__module__.split(".")[0] == "optax" for part in after)
 
 
 def find(state: PyTree) -> list[MechanicState]:
@@ -200,11 +153,6 @@ def replace(state: PyTree, change: Callable[[MechanicState], MechanicState]) -> 
     """The state with every Mechanic inside it changed."""
     find(state)  # raises where there is none
     return jax.tree.map(lambda node: change(node) if _is_ours(node) else node, state, is_leaf=_is_ours)
-
-
-def flatten(tree: PyTree) -> tuple[list[jax.Array], Any]:
-    """The leaves and the structure."""
-    return jax.tree.flatten(tree)
 
 
 def _is_ours(node: Any) -> bool:

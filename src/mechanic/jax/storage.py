@@ -76,9 +76,16 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def decode(codes: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """Delta in ``dtype``."""
+    codes = jnp.asarray(codes)
+    found, needed = jnp.shape(scales) if scales is not None else None, scales_shape(codes.shape)
+    if found != (needed if codes.dtype == jnp.int8 else None):
+        raise ValueError(
+            f"the scales of a Delta of shape {codes.shape} in {codes.dtype} have the shape {found}, and int8 needs "
+            f"{needed}; inside shard_map every shard has blocks of its own, so call optimizer.init there too"
+        )
     if scales is None:
-        return jnp.asarray(codes, dtype)
-    return on_automatic_axes(_decode_blocks, jnp.asarray(codes), jnp.asarray(scales)).astype(dtype)
+        return codes.astype(dtype)
+    return on_automatic_axes(_decode_blocks, codes, jnp.asarray(scales)).astype(dtype)
 
 
 def encode(values: jax.Array, dtype: DTypeLike, noise: Noise | None = None) -> tuple[jax.Array, jax.Array | None]:
@@ -91,8 +98,7 @@ def encode(values: jax.Array, dtype: DTypeLike, noise: Noise | None = None) -> t
         return values, None
     values = jax.lax.stop_gradient(values).astype(jnp.float32)
     if dtype == jnp.int8:
-        drawn = () if noise is None else (noise.step, jnp.asarray(noise.number, jnp.uint32))
-        return on_automatic_axes(_encode_blocks, values, *drawn)
+        return on_automatic_axes(_encode_blocks, values, *(noise or ()))
     if dtype == jnp.bfloat16 and noise is not None:
         bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise.low_bits(values.shape)
         return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16), None

@@ -25,20 +25,10 @@ def measure(
     dtype: DTypeLike,
     axis_name: Hashable | None,
 ) -> jax.Array:
-    """The sums of :data:`mechanic.tuner.SUMS`, and the square norm of ``others`` if there are any.
+    """The sums of :data:`mechanic.tuner.SUMS`, [tuners, 5], and in a sixth column |g|^2 of ``others`` if there are any.
 
-    Args:
-        params: one leaf per parameter, in its working dtype, as in the next three.
-        feedback: the gradients that the tuner learns from.
-        deltas: Delta.
-        others: the gradients for the base, where those are not the feedback; otherwise empty.
-        rows: for every leaf, the row of its tuner.
-        tuners: how many rows there are.
-        dtype: of the result.
-        axis_name: inside ``shard_map``, the axes over which the parameters are sharded.
-
-    Returns:
-        [tuners, 5], or [tuners, 6] with others.
+    ``feedback`` is what the tuner learns from, ``others`` the gradients for the base where those are not the feedback.
+    Lists have one leaf per parameter in its working dtype, and ``rows`` the row of its tuner.
     """
     lists = [leaves for leaves in (params, feedback, deltas, others) if leaves]
     # In a derivative of the run S counts as a constant: the square roots in the tuner have none at 0.

@@ -17,7 +17,7 @@ from mechanic.jax.leaves import Leaves
 from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, trainable_arrays
 from mechanic.jax.rounding import widen
 from mechanic.jax.state import MechanicState, PyTree
-from mechanic.jax.storage import name_of_choice, zero_delta, zero_residuals
+from mechanic.jax.storage import decode, name_of_choice, zero_delta, zero_residuals
 from mechanic.jax.sums import measure
 from mechanic.jax.tuners import rows_of
 from mechanic.tuner import SUMS, TunerState, delta_retention, total_scale, update
@@ -35,7 +35,7 @@ def mechanize(
 ) -> optax.GradientTransformationExtraArgs:
     """Tune the learning rate of an Optax optimizer during training.
 
-    Wrap the optimizer, and pass the parameters to ``update``::
+    Wrap the optimizer, the base, and pass the parameters to ``update``::
 
         optimizer = optax.adamw(3e-4)                              # before: 3e-4 was found by a sweep
         updates, state = optimizer.update(grads, state)
@@ -43,12 +43,8 @@ def mechanize(
         optimizer = mechanize(optax.adamw(1.0))                    # after
         updates, state = optimizer.update(grads, state, params)
 
-    The wrapped optimizer is called the base. Its updates u add up to Delta, and the parameters stay at x_1 + S Delta,
-    where S is learned from the gradients. Only the shape of the base's schedule matters, not its size: Mechanic divides
-    the base's updates by ``peak_lr``, so S is the learning rate at the peak. Read it with :func:`mechanic.jax.scale`.
-
-    The updates must reach the parameters unchanged. In ``optax.chain``, ``mechanize`` is last, and clipping comes
-    before it; otherwise S can grow without bound, and :func:`mechanic.jax.scale` and the other readers warn.
+    The base's updates u add up to Delta, and the parameters stay at x_1 + S Delta, where S is learned from the
+    gradients. The updates must reach the parameters unchanged: in ``optax.chain``, ``mechanize`` is last.
 
     ``update`` takes one more argument, ``observed``: gradients of another batch at the same parameters, for instance a
     held-out one. S is then learned from those, and the base still gets ``grads``. All other arguments go to the base.
@@ -56,25 +52,21 @@ def mechanize(
     Args:
         base: any transformation whose updates are added to the parameters. Refused at ``init``: those that choose the
             size of their own steps (Prodigy, line searches) or keep iterates of their own (Schedule-Free, Lookahead).
-        config: a :class:`mechanic.TunerConfig` or a dict of its fields. By default ``TunerConfig()``.
-        peak_lr: the learning rate that the base was built with. Needed only for a constant one other than 1, which
-            Optax does not show: ``mechanize(optax.adamw(3e-4), peak_lr=3e-4)`` and ``mechanize(optax.adamw(1.0))``
-            train alike. By default it is the peak of ``schedule``, the number in ``optax.inject_hyperparams``, or 1.
-            With a wrong value S is not the learning rate.
-        schedule: the schedule inside the base, if it has one; Optax does not show it either. With it, S settles as the
-            learning rate falls, and nothing moves at a learning rate of 0. Without it, S goes on moving the parameters
-            at the end of the run.
-        labels: which parameters have a tuner of their own: a name for every part of the parameters, as a pytree prefix
-            or a function that returns one, as for ``optax.partition``. By default None: all share one tuner.
+        config: a :class:`mechanic.TunerConfig` or a dict of its fields.
+        peak_lr: the learning rate that the base was built with, by which its updates are divided: S is the learning
+            rate at the peak. By default it is the peak of ``schedule``, the number in ``optax.inject_hyperparams``, or
+            1. Needed only for another constant: ``mechanize(optax.adamw(3e-4), peak_lr=3e-4)``.
+        schedule: the schedule inside the base, which Optax does not show. With it, S settles as the learning rate
+            falls, and nothing moves at 0. Without it, S goes on moving the parameters at the end of the run.
+        labels: a tuner for each part of the parameters: names, as a pytree prefix or a function that returns one, as
+            for ``optax.partition``. By default all share one tuner.
         axis_name: inside ``shard_map``, the name of the axis, or a tuple of names, over which the parameters are
-            sharded. By default None, which is right under ``jit``, however the parameters are sharded.
-        delta: what Delta is stored in: ``jnp.float32``, ``jnp.bfloat16`` or ``"int8"``, which takes 1.02 bytes per
-            parameter. It is rounded stochastically, without a key. By default None: float32, or the parameter's own
-            dtype if that is wider. Only real parameters.
+            sharded. Not needed under ``jit``.
+        delta: what Delta of real parameters is stored in: ``jnp.float32``, ``jnp.bfloat16`` or ``"int8"``, which takes
+            1.02 bytes per parameter. By default float32, or the parameter's own dtype if that is wider.
 
     Returns:
-        A transformation with a :class:`mechanic.jax.MechanicState`. Beyond the base's state it holds one number per
-        parameter, Delta, and two bytes more for a half-precision parameter.
+        A transformation whose state is a :class:`mechanic.jax.MechanicState`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -164,9 +156,10 @@ def mechanize(
 
         feedback, unobserved = grads, []
         if observed is not None:
-            feedback, unobserved = leaves.like(_masked_like(leaves.params, observed), "observed gradient"), grads
+            feedback, unobserved = leaves.like(observed, "observed gradient"), grads
         dtype, tuners = state.tuner.scales.dtype, len(leaves.names)
-        delta = leaves.delta_in(state)
+        stored = zip(leaves.stored_delta(state), leaves.values, strict=True)
+        delta = [decode(*codes, x.dtype) for codes, x in stored]
         # [tuners, 5], and a sixth column for the gradients where they are not the feedback
         sums = measure(leaves.values, feedback, delta, unobserved, leaves.rows, tuners, dtype, axis_name)
         tuner, retention = tune(state.tuner, sums, state.count)
@@ -199,20 +192,6 @@ def _as_given(peak_lr: float | jax.Array, in_state: jax.Array) -> jax.Array:
     """
     given = jnp.asarray(peak_lr, in_state.dtype)
     return jnp.where(in_state == given, in_state, given)
-
-
-def _masked_like(params: PyTree, observed: PyTree) -> PyTree:
-    """``observed`` without the leaves that ``optax.masked`` hides of the parameters.
-
-    ``optax.masked`` hides them in updates and parameters, but passes extra arguments on as they are (Optax 0.2.8).
-    """
-
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    if not any(is_masked(node) for node in jax.tree.leaves(params, is_leaf=is_masked)):
-        return observed
-    return jax.tree.map(lambda p, leaf: p if is_masked(p) else leaf, params, observed, is_leaf=is_masked)
 
 
 def _without_shared_buffers(state: PyTree, params: PyTree) -> PyTree:

@@ -17,11 +17,6 @@ class Rows(NamedTuple):
     of_leaves: tuple[int, ...]
 
 
-def names_of(prefix: PyTree | None) -> tuple[str, ...]:
-    """The tuners' names, sorted: JAX sorts the keys of a dict, and the state holds S in a dict by name."""
-    return (DEFAULT,) if prefix is None else tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))
-
-
 def rows_of(labels: PyTree, params: PyTree) -> Rows:
     """Read ``labels`` as :func:`optax.partition` does: a prefix of the parameters, or a function that returns one.
 
@@ -35,7 +30,7 @@ def rows_of(labels: PyTree, params: PyTree) -> Rows:
     if labels is None:
         return Rows((DEFAULT,), (0,) * len(jax.tree.leaves(params)))
     prefix = labels(params) if callable(labels) else labels
-    names = names_of(prefix)
+    names = tuple(sorted({str(label) for label in jax.tree.leaves(prefix)}))  # as JAX sorts S, a dict by name
     if not jax.tree.leaves(params):
         return Rows(names, ())  # optax.tree.map_params calls init with a placeholder that has no leaves
     try:
