@@ -77,17 +77,22 @@ def delta_retention(
     config: TunerConfig,
     xp: Any,
     rate: Array | None = None,
+    scales: tuple[Array, Array] | None = None,
 ) -> Array | None:
     """k, the share of Delta that is kept in a step, [tuners]; None if nothing is ever forgotten.
 
     S scales all of Delta, also what was moved long ago and has settled since. Delta shrinks by as much as S grows, so
     that this stays where it is, in two cases: if S is larger than ever before, and as far as the schedule has brought
     the learning rate down. In the second case Delta also grows by as much as S shrinks. A step changes Delta by at most
-    ``forgetting`` parts in t + 50, but for what :func:`within_bounds` does.
+    ``forgetting`` parts in t + 50, but for what :func:`within_bounds` does. ``scales`` is S before and after, if the
+    caller has it.
     """
     if not config.forgetting:
         return None
-    before, unit = within_bounds(before, config, xp)
+    scale, new_scale = scales or (total_scale(before, xp), total_scale(after, xp))
+    if config.has_bounds:
+        before, unit = within_bounds(before, config, xp)
+        scale = scale / unit.reshape(-1)
     # One number per tuner; the state holds it n times, so that all fields have one shape.
     former, largest, steps, peak = (
         next(iter(array.T)) for array in (before.largest_scale, after.largest_scale, before.steps, after.largest_rate)
@@ -95,33 +100,30 @@ def delta_retention(
     limit = config.forgetting / (steps + FINDING_STEPS)
     moved = former > 0
     shrunk = xp.where(moved, former / xp.where(moved, largest, 1.0), 1.0)
-    if rate is None or not config.settle:
-        return unit * xp.maximum(shrunk, 1 - limit)
-    scale, new_scale = total_scale(before, xp), total_scale(after, xp)
-    both = xp.minimum(scale, new_scale) > 0
-    still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
-    span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
-    return unit * xp.where(largest > former, xp.maximum(shrunk, 1 - limit), xp.clip(still, 1 - span, 1 + span))
+    kept = xp.maximum(shrunk, 1 - limit)
+    if rate is not None and config.settle:
+        both = xp.minimum(scale, new_scale) > 0
+        still = xp.where(both, scale / xp.where(both, new_scale, 1.0), 1.0)
+        span = limit * (1 - _pace(rate.reshape(-1), peak, xp))
+        kept = xp.where(largest > former, kept, xp.clip(still, 1 - span, 1 + span))
+    return kept * unit.reshape(-1) if config.has_bounds else kept
 
 
-def within_bounds(state: TunerState, config: TunerConfig, xp: Any) -> tuple[TunerState, Array | float]:
-    """The tuners with S between ``min_lr`` and ``max_lr``, and by how much Delta grows for that.
+def within_bounds(state: TunerState, config: TunerConfig, xp: Any) -> tuple[TunerState, Array]:
+    """The tuners with S between ``min_lr`` and ``max_lr``, and by how much Delta grows for that, [tuners, 1].
 
     S is outside where a saved run goes on with other bounds. Then Delta is measured in another unit, in which S is
     within the bounds, and S Delta, the place of the parameters, stays. Where nothing may change Delta, S stays too.
     """
-    if not (config.has_bounds and config.forgetting):
-        return state, 1.0
-    scale = total_scale(state, xp)
+    scale = xp.sum(state.scales, -1, keepdims=True)
     inside = xp.clip(xp.clip(scale, config.min_lr, config.max_lr), TINY, None)
-    unit = xp.where(scale > 0, scale / inside, 1.0)
-    factor = unit.reshape(-1, 1)
+    unit = xp.where((scale > 0) & (config.forgetting > 0), scale / inside, 1.0)
     in_unit = {
-        "largest_feedback": state.largest_feedback * factor,
-        "root_variance": state.root_variance * factor,
-        "scales": state.scales / factor,
-        "largest_delta": state.largest_delta * factor,
-        "largest_scale": state.largest_scale / factor,
+        "largest_feedback": state.largest_feedback * unit,
+        "root_variance": state.root_variance * unit,
+        "scales": state.scales / unit,
+        "largest_delta": state.largest_delta * unit,
+        "largest_scale": state.largest_scale / unit,
     }
     return state._replace(**in_unit), unit
 
@@ -174,11 +176,10 @@ def update(
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
         '0.020'
     """
-    state, unit = within_bounds(state, config, xp)
-    delta_grad, delta_param, grad_sq, param_sq, delta_sq = (
-        (column * factor).reshape(-1, 1)
-        for column, factor in zip(sums.T, (unit, unit, 1.0, 1.0, unit * unit), strict=True)
-    )  # [tuners, 1]
+    delta_grad, delta_param, grad_sq, param_sq, delta_sq = (column.reshape(-1, 1) for column in sums.T)  # [tuners, 1]
+    if config.has_bounds:
+        state, unit = within_bounds(state, config, xp)
+        delta_grad, delta_param, delta_sq = delta_grad * unit, delta_param * unit, delta_sq * unit**2
     n = len(config.betas)
     scale = xp.sum(state.scales, -1, keepdims=True)  # S, [tuners, 1]
 

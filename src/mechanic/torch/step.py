@@ -174,7 +174,7 @@ def tune(
     rates = read_rates(held or wrapped.groups, tuner.scales)
     tuned = update(tuner, sums, betas, wrapped.config, torch, rates)
     scales = total_scale(tuner, torch), total_scale(tuned, torch)
-    retention = delta_retention(tuner, tuned, wrapped.config, torch, rates)
+    retention = delta_retention(tuner, tuned, wrapped.config, torch, rates, scales)
     if retention is not None and is_on_host(retention) and bool((retention == 1).all()):
         retention = None
     return tuned, factors_of_step(*scales, tuner.steps + tuner.nonfinite_steps, retention, finite)
