@@ -51,12 +51,14 @@ def pytest_collection_modifyitems(items):
             if part in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=f"torch {version('torch')}: {reason}"))
         test = item.nodeid.partition("[")[0]
-        is_first, is_benchmark = test not in seen, test.startswith("tests/benchmarks/")
+        is_first, is_long = test not in seen, item.get_closest_marker("long")
+        is_benchmark, is_torch = (test.startswith(f"tests/{folder}/") for folder in ("benchmarks", "torch"))
         seen.add(test)
-        if is_first and not is_benchmark and not any(map(item.get_closest_marker, ("long", "slow"))):
+        if is_first and not is_benchmark and not is_long and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
-        # Coverage makes Python half as fast, and the other cases of a test mostly run the same lines.
-        if not is_first or is_benchmark:
+        # Coverage makes Python half as fast. The other cases of a test mostly run the same lines, and the quick tests
+        # of torch run all of them but those that need ranks.
+        if not is_first or is_benchmark or (is_torch and is_long and "test_parallel" not in test):
             item.add_marker(pytest.mark.no_cover)
 
 

@@ -81,27 +81,12 @@ def assert_same(folders, step, scratch, tolerance):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    checkpoints = tmp_path_factory.mktemp("undisturbed")
-    finish(2, checkpoints, 30)
-    return checkpoints
-
-
-def test_a_killed_job_continues_on_the_same_or_another_number_of_ranks(undisturbed, tmp_path):
-    disturbed = tmp_path / "disturbed"
-    code, _ = torchrun(2, disturbed, 20, kill_after=14)
-    assert code != 0
-    assert not (disturbed / "20").exists()
-    finish(2, disturbed, 20)
-    assert_same((disturbed, undisturbed), 20, tmp_path / "state.pt", tolerance=0.0)
-    finish(3, disturbed, 30)
-    assert_same((disturbed, undisturbed), 30, tmp_path / "state.pt", tolerance=1e-6)
-
-
-def test_a_killed_rank_is_restarted_and_ends_on_the_same_parameters(undisturbed, tmp_path):
-    disturbed = tmp_path / "disturbed"
+def test_a_killed_job_continues_on_the_same_or_another_number_of_ranks(tmp_path):
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    finish(2, undisturbed, 30)
     code, started = torchrun(2, disturbed, 20, "--max-restarts", "4", kill_after=14)
     assert code == 0
     assert started >= 2
     assert_same((disturbed, undisturbed), 20, tmp_path / "state.pt", tolerance=0.0)
+    finish(3, disturbed, 30)
+    assert_same((disturbed, undisturbed), 30, tmp_path / "state.pt", tolerance=1e-6)
