@@ -112,8 +112,8 @@ def delta_retention(
 def within_bounds(state: TunerState, config: TunerConfig, xp: Any) -> tuple[TunerState, Array]:
     """The tuners with S between ``min_lr`` and ``max_lr``, and by how much Delta grows for that, [tuners, 1].
 
-    S is outside where a saved run goes on with other bounds. Then Delta is measured in another unit, in which S is
-    within the bounds, and S Delta, the place of the parameters, stays. Where nothing may change Delta, S stays too.
+    S is outside if a saved run is resumed with other bounds. Delta is then measured in another unit, in which S is
+    within them, so that S Delta and with it the parameters stay. Without forgetting nothing changes Delta, so S stays.
     """
     scale = xp.sum(state.scales, -1, keepdims=True)
     inside = xp.clip(xp.clip(scale, config.min_lr, config.max_lr), TINY, None)
@@ -164,8 +164,8 @@ def update(
 
     Returns:
         The tuners after the step. A row whose gradient is zero, or whose sums are not finite, is
-        returned as it was, but for the count of the latter: such a step carries no feedback, and S must not
-        drift on it.
+        returned as it was, but within the bounds and with a count of the latter: such a step carries no feedback, and
+        S must not drift on it.
 
     Example:
         >>> import numpy as np

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mechanic import TunerConfig
-from mechanic.torch import Mechanic
+from mechanic.torch import Mechanic, layer_groups
 from tests.torch.task import mlp, same_bits, scale, snapshot, train
 
 VERSION_1 = Path(__file__).parent / "data" / "checkpoint_v1.pt"
@@ -241,3 +241,38 @@ if __name__ == "__main__":  # how the committed checkpoint was made
     parts = copy.deepcopy({"model": small.state_dict(), "optimizer": author.state_dict(), "scale": scale(author)})
     train(small, author, 5, first=5)
     torch.save({**parts, "scale_5_steps_later": scale(author)}, VERSION_1)
+
+
+@pytest.mark.filterwarnings("ignore:S is held by a bound")
+@pytest.mark.parametrize("kind", ["usual", "int8", "bfloat16", "inside backward", "two tuners", "no gradient at first"])
+def test_a_run_that_is_resumed_with_other_bounds_stays_where_it_is(kind):
+    """A step at a learning rate of 0 moves nothing but what the bounds would."""
+
+    def wrapped(model, config):
+        groups = layer_groups(model) if kind == "two tuners" else model.parameters()
+        optimizer = Mechanic(torch.optim.AdamW(groups, lr=1.0), config=config, delta="int8" if kind == "int8" else None)
+        if kind == "inside backward":
+            optimizer.step_in_backward()
+        return optimizer
+
+    model = mlp(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    optimizer = wrapped(model, None)
+    train(model, optimizer, 40)
+    for config in (
+        {"max_lr": min(optimizer.scales().values()) / 10},
+        {"min_lr": 10 * max(optimizer.scales().values())},
+    ):
+        twin = copy.deepcopy(model)
+        resumed = wrapped(twin, config)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for group in resumed.param_groups:
+            group["lr"] = 0.0
+        if kind == "no gradient at first":
+            for p in twin.parameters():
+                p.grad = torch.zeros_like(p)
+            resumed.step()
+        train(twin, resumed, 1)
+        (bound,) = config.values()
+        assert all(s == pytest.approx(bound, rel=1e-4) for s in resumed.scales().values())
+        for p, x in zip(twin.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, x, rtol=0.02 if kind in ("int8", "bfloat16") else 1e-4, atol=1e-4)
