@@ -516,7 +516,8 @@ KINDS = {  # a dtype, whether every rank sees the whole batch, so that its gradi
     "Delta in float32": (torch.float32, False, {"delta": torch.float32}),
     "Delta in bfloat16": (torch.float32, False, {"delta": BFLOAT16}),
     "Delta in int8": (torch.float32, False, {"delta": "int8"}),
-    "bfloat16": (BFLOAT16, True, {}),
+    "bfloat16": (BFLOAT16, True, {"delta": torch.float32}),
+    "bfloat16, Delta in bfloat16": (BFLOAT16, True, {}),
     "bfloat16, Delta in int8": (BFLOAT16, True, {"delta": "int8"}),
 }
 GAP = {torch.float32: 2e-6, BFLOAT16: 2**-7, torch.int8: 2 / 127}

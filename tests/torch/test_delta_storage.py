@@ -49,8 +49,10 @@ def test_other_storages_are_refused(delta):
         Mechanic(SGD(mlp().parameters(), lr=1.0), delta=delta)
 
 
-def test_float32_is_the_default_bit_for_bit():
-    assert same_bits(snapshot(*trained(None)), snapshot(*trained(torch.float32)))
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_the_default_is_the_dtype_of_the_parameters_bit_for_bit(dtype):
+    default, named = trained(None, dtype=dtype), trained(dtype, dtype=dtype)
+    assert same_bits(snapshot(*default), snapshot(*named))
 
 
 @rounded
@@ -200,7 +202,7 @@ def test_every_kind_of_parameter(delta):
     for p, x in zip(params, start, strict=True):
         assert p.isfinite().all()
         assert not p.numel() or (p - 0.5).abs().sum() < (x - 0.5).abs().sum()
-        kept = torch.promote_types(p.dtype, torch.float32) if delta is None or p.is_complex() else DTYPES[delta]
+        kept = p.dtype if delta is None or p.is_complex() else DTYPES[delta]
         assert optimizer.state[p]["mechanic_delta"].dtype == kept
     twin = [torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params]
     resumed = Mechanic(AdamW(twin, lr=1.0, weight_decay=0.1, foreach=False), delta=delta)
@@ -420,7 +422,7 @@ def test_moments_are_cast_where_weight_decay_that_needs_the_values_comes_and_goe
 
 
 def test_a_checkpoint_goes_from_float32_moments_to_bfloat16_ones_and_back():
-    model, optimizer = half(None)
+    model, optimizer = half(torch.float32)
     other = Mechanic(AdamW(model.parameters(), lr=1.0), delta="int8")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert dtypes_of(optimizer) == {torch.float32}
@@ -434,7 +436,7 @@ def test_a_checkpoint_goes_from_float32_moments_to_bfloat16_ones_and_back():
 def test_a_frozen_scale_steps_as_the_tuned_one_did_and_is_released():
     model, optimizer = half(steps=60, weight_decay=0.1)
     twin = copy.deepcopy(model)
-    wide = Mechanic(AdamW(twin.parameters(), lr=1.0, weight_decay=0.1))
+    wide = Mechanic(AdamW(twin.parameters(), lr=1.0, weight_decay=0.1), delta=torch.float32)
     wide.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     start = [value_of(p, optimizer) for p in model.parameters()]
     former = optimizer.scales()

@@ -34,7 +34,7 @@ def dtypes_of(state):
     }
 
 
-def follow_in_bfloat16(layout, delta=None, base="AdamW"):
+def follow_in_bfloat16(layout, delta=torch.float32, base="AdamW"):
     alone_model, alone = build("alone", delta, base)
     train(alone_model, alone)
     model, optimizer = build(layout, delta, base)
@@ -42,7 +42,7 @@ def follow_in_bfloat16(layout, delta=None, base="AdamW"):
     found = parallel.parameters(model)
     expected = {name: p.detach() for name, p in alone_model.named_parameters() if p in alone.state}
     of_scale = abs(optimizer.scales()["default"] / alone.scales()["default"] - 1)
-    if delta is None and layout != "tp" and base != "Muon":  # whose products are summed in another order
+    if delta == torch.float32 and layout != "tp" and base != "Muon":  # whose products are summed in another order
         assert parallel.ulps(found, expected) <= 1
         assert of_scale <= 1e-6
     else:  # and blocks of codes end where shards end
@@ -52,7 +52,8 @@ def follow_in_bfloat16(layout, delta=None, base="AdamW"):
     assert {p.dtype for p in model.parameters()} == {BFLOAT16}
     assert {p.to_local().device.type for p in optimizer.state if hasattr(p, "to_local")} == {"cpu"}
     # float32 are the moments, or the scales of codes
-    assert dtypes_of(optimizer.state) == {"float32", "bfloat16"} | ({"int8"} if delta else set())
+    others = {None: set(), torch.float32: {"float32"}, "int8": {"float32", "int8"}}
+    assert dtypes_of(optimizer.state) == {"bfloat16"} | others[delta]
 
 
 def shards_fail_are_frozen_and_released(delta):
@@ -124,7 +125,7 @@ def follow_with_a_rounded_delta(layout, delta):
 
 JOBS = {
     2: [
-        *(partial(follow_in_bfloat16, "fsdp2", delta) for delta in (None, "int8")),
+        *(partial(follow_in_bfloat16, "fsdp2", delta) for delta in (torch.float32, None, "int8")),
         partial(follow_in_bfloat16, "fsdp2, offloaded"),
         partial(follow_in_bfloat16, "tp", "int8"),
         *([partial(follow_in_bfloat16, "fsdp2", base="Muon")] if hasattr(torch.optim, "Muon") else []),

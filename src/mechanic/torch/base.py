@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from mechanic.torch.delta import dtype_of_delta, working_dtype
-from mechanic.torch.layout import PEAK_LR, STATE_KEYS, Group, StateDict, is_half_precision
+from mechanic.torch.layout import PEAK_LR, RESIDUAL, STATE_KEYS, Group, StateDict, is_half_precision
 from mechanic.torch.lists import Start
 from mechanic.torch.together import NOT_TAKEN_OVER, act, members_of, owners_of, stand_in, take_over
 
@@ -104,7 +104,8 @@ _LINEAR_IN_LR = _of_torch(*_KNOWN, "Muon") - _of_torch("Rprop")
 """Bases of torch's whose update is proportional to lr."""
 
 _TAKES_BFLOAT16 = _of_torch("SGD", "Adam", "AdamW")
-"""Bases that were measured to train as well with state in bfloat16 as in float32; see docs/memory.md."""
+"""Bases that were measured to train as well with state in bfloat16 as in float32; see docs/memory.md. Not a fused SGD,
+which leaves most elements of such parameters where they are on a CPU (torch 2.13)."""
 
 _LOW_BIT = {
     *(f"torchao.optim.adam.{name}" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
@@ -165,8 +166,8 @@ def starts_of(
             return Start("own", wide, sign)
         low_bit = _path(owner) in _LOW_BIT
         is_coded = dtype_of_delta(dtype, delta) != wide
-        takes_bfloat16 = is_coded and dtype == torch.bfloat16 and (low_bit or type(owner) in _TAKES_BFLOAT16)
-        seen = dtype if takes_bfloat16 else wide
+        takes_bfloat16 = low_bit or (type(owner) in _TAKES_BFLOAT16 and not (type(owner) is SGD and group.get("fused")))
+        seen = dtype if is_coded and dtype == torch.bfloat16 and takes_bfloat16 else wide
         lr, decay = group.get("lr", 1.0), group.get("weight_decay", 0.0)
         if low_bit and isinstance(lr, Tensor) and lr.device.type == "cpu":
             lr = float(lr)  # torchao makes a tensor of any
@@ -235,9 +236,11 @@ class View:
         found: Any = defaultdict(dict)
         found.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, Tensor))
         for p, tensor in seen.items():
-            entry = {key: value for key, value in optimizer.state.get(p, {}).items() if key not in STATE_KEYS}
-            if is_half_precision(p.dtype) and _path(optimizer) not in _LOW_BIT:
-                for key, value in entry.items():  # made before this base was wrapped, or with another weight decay
+            kept = optimizer.state.get(p, {})
+            entry = {key: value for key, value in kept.items() if key not in STATE_KEYS}
+            if (is_half_precision(p.dtype) or RESIDUAL in kept) and _path(optimizer) not in _LOW_BIT:
+                # It was made before this base was wrapped, with another weight decay, or before p was cast to float32.
+                for key, value in entry.items():
                     is_like = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
                     if is_like and key != "step":
                         entry[key] = value.to(tensor.dtype)

@@ -45,9 +45,15 @@ def _put_beside(wrapped: Wrapped[Any], saved: dict[Tensor, dict[str, Tensor]]) -
     for p in wrapped.params:
         entry = saved.get(p, {})
         # One by one, so that no more than one is on the device in float32 if Delta is stored in fewer bytes.
-        found = {name: entry[name].detach().to(p.device) for name in (DELTA, RESIDUAL) if name in entry}
+        found = {name: _in_order_of(p, entry[name].detach()) for name in (DELTA, RESIDUAL) if name in entry}
         if found or wrapped.base.state.get(p):
             wrapped.base.state[p].update(kept_of(p, found, wrapped.delta, is_frozen=wrapped.is_frozen))
+
+
+def _in_order_of(p: Tensor, saved: Tensor) -> Tensor:
+    """On the device of a parameter and in its order in memory, which decides how Delta is rounded."""
+    found = saved.to(p.device)
+    return found if found.stride() == p.stride() else torch.empty_like(p, dtype=found.dtype).copy_(found)
 
 
 def state_dict_of(base: Optimizer) -> StateDict:

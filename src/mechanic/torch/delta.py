@@ -1,4 +1,4 @@
-"""What Delta is stored in: its parameter's working dtype, bfloat16, or int8 with a scale for every block.
+"""What Delta is stored in: its parameter's dtype, float32, bfloat16, or int8 with a scale for every block.
 
 Rounding is stochastic: a number between two that can be stored becomes the upper or the lower one, with probabilities
 that make the mean right. Rounding to nearest would lose for good what a step adds below the last bit. Loading a
@@ -187,7 +187,9 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.com
 def dtype_of_delta(dtype: torch.dtype, delta: torch.dtype | str | None) -> torch.dtype:
     """What Delta of a parameter is stored in. That of complex parameters is always in their working dtype."""
     working = working_dtype(dtype)
-    if delta is None or dtype.is_complex:
+    if dtype.is_complex:
         return working
+    if delta is None:
+        return working if dtype == working else torch.bfloat16
     chosen = torch.int8 if isinstance(delta, str) else delta
     return chosen if chosen.itemsize < working.itemsize else working

@@ -57,10 +57,10 @@ class Mechanic(Optimizer, Generic[BaseT]):
             without it. The base's weight decay then acts on its own iterates, unscaled.
         process_group: the ranks to sum over if each holds plain tensors of its own (pipeline stages, FSDP1, ZeRO).
             DTensors (FSDP2, tensor parallel) and DDP need none.
-        delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, 1.02 bytes each. It is
-            rounded stochastically, without torch's random numbers. AdamW, Adam, SGD and bases in few bits then make
-            their state of bfloat16 parameters in bfloat16, as they do bare. By default Delta is in float32, or in the
-            parameter's dtype if that is wider, as it always is for complex parameters.
+        delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, 1.02 bytes each. The default
+            is bfloat16 for parameters in half precision, and else the parameter's dtype, as it always is for complex
+            parameters. Fewer bytes are rounded to stochastically, without torch's random numbers. Beside such a Delta
+            AdamW, Adam, SGD and bases in few bits keep their state of bfloat16 parameters in bfloat16, as they do bare.
 
     Example:
         >>> import torch
