@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -106,9 +107,9 @@ def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
 
     torch.set_num_threads(1)
     home = Path(tempfile.mkdtemp(prefix=f"mutants-{number}-"))
-    for part in ("src", "tests", "examples", "benchmarks", "pyproject.toml", "README.md"):
-        source = ROOT / part
-        shutil.copytree(source, home / part) if source.is_dir() else shutil.copy(source, home / part)
+    for part in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        (home / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / part, home / part)
     for tests in tests_for("src/mechanic/tuner.py")[:-1]:
         if try_tests(home, tests) != "survived":
             raise SystemExit(f"pytest {' '.join(tests)} fails without any change")

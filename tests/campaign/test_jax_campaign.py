@@ -6,7 +6,7 @@ from tests.campaign.campaign import run, session_seed
 from tests.campaign.jax_machine import machine_for
 from tests.campaign.jax_setups import SETUPS
 
-OPERATIONS = 200  # of every setup
+OPERATIONS = 100  # of every setup
 
 every_setup = pytest.mark.parametrize("setup", [pytest.param(s, id=s.name.replace(" ", "-")) for s in SETUPS])
 

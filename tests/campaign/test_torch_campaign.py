@@ -6,7 +6,7 @@ from tests.campaign.campaign import run, session_seed
 from tests.campaign.torch_bases import BASES
 from tests.campaign.torch_machine import machine_for
 
-OPERATIONS = 300  # of every base
+OPERATIONS = 150  # of every base
 
 every_base = pytest.mark.parametrize("base", [pytest.param(base, id=base.name.replace(" ", "-")) for base in BASES])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mechanic.torch import Mechanic, mechanic_class
 from mechanic.torch import backward as in_the_backward_pass
@@ -407,6 +407,16 @@ def no_gradient_on_some_ranks():
 def fsdp1_without_a_group():
     model = flat(Model(), use_orig_params=True)
     assert "process_group=torch.distributed.group.WORLD" in message_of(lambda: train(model, wrap(model), 1))
+
+
+def meshes_that_do_not_hold_all_ranks():
+    """Two experts, each on a mesh of its own two ranks, beside layers on all four: no known group has all shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, (two_ranks, _) = Model(), dist.new_subgroups(2)
+    fully_shard(model.first, mesh=DeviceMesh.from_group(two_ranks, "cpu"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    assert "on meshes of [2, 4] ranks of 4; tell Mechanic" in message_of(lambda: train(model, wrap(model), 1))
 
 
 def message_of(function):

@@ -38,8 +38,7 @@ def test_digits_follow_the_float32_run_to_the_end_of_a_cosine(base, dtype):
 
 @pytest.mark.long
 def test_a_transformer_follows_the_float32_run_to_the_end_of_a_cosine():
-    # One start in six grows its stake otherwise, and learns an S that is lower by a third, at a loss within 1 %.
-    assert_follows_float32("shakespeare", "AdamW", torch.bfloat16, starts=3, steps=200)
+    assert_follows_float32("shakespeare", "AdamW", torch.bfloat16, steps=200)
 
 
 @pytest.mark.slow

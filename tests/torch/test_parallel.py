@@ -33,7 +33,8 @@ JOBS = {
         *(partial(parallel.mixed_precision, base, base == "AdamW") for base in parallel.BASES),
         parallel.at_most_one_collective_more,
         *(partial(parallel.one_bad_rank, skip=skip) for skip in (False, True)),
-    ]
+    ],
+    4: [parallel.meshes_that_do_not_hold_all_ranks],
 }
 
 

@@ -67,13 +67,15 @@ class Bucket:
             add_scaled(copies, [decode(delta, self.start.dtype) for delta in self._deltas()], factors.to_own)
         if grads and factors.finite is not None:
             grads = cleared_unless(factors.finite, grads)
+        if any(grad.dtype != self.start.dtype for grad in grads):
+            grads = packed(grads, grads, self.start.dtype)[1]
         lent = {}
         for p, copy, grad in zip_longest(self.params, copies, grads):
             tensor = lent[p] = like(p, copy).requires_grad_()
             if not is_dtensor(p):
                 vars(tensor).update(vars(p))
             if grad is not None:  # else it is for train() or eval()
-                tensor.grad = like(p, grad.to(tensor.dtype))
+                tensor.grad = like(p, grad)
         return lent
 
     def move(self, state: Any, lent: dict[Tensor, Tensor], factors_of: FactorsOf) -> None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mechanic.torch.private import foreach_add_, foreach_copy_
+
 RESIDUAL_DTYPE = torch.bfloat16
 """Of what rounding cuts off a half-precision parameter: two bytes with the range of float32, eight more bits."""
 
@@ -142,6 +144,13 @@ def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
         codes.copy_(bits.bitwise_and_(-_CUT).view(torch.float32))
     else:
         codes.copy_(flat)
+
+
+def encode_together(flat: Tensor, values: list[Tensor], stored: list[Stored], noise: Noise) -> None:
+    """Round tensors in float32 into bfloat16, as :func:`encode` does one. They are views of ``flat``, which changes."""
+    foreach_add_([_flat(each).view(torch.int32) for each in values], [noise.low_bits(each) for each in stored])
+    flat.view(torch.int32).bitwise_and_(-_CUT)
+    foreach_copy_([each.codes for each in stored], values)
 
 
 def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor | None) -> None:

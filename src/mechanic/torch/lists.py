@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.delta import RESIDUAL_DTYPE, Noise, Stored, decode, encode, working_dtype
+from mechanic.torch.delta import RESIDUAL_DTYPE, Noise, Stored, decode, encode, encode_together, working_dtype
 from mechanic.torch.private import flatten, foreach_add_, foreach_addcmul_, foreach_copy_, foreach_mul, foreach_mul_
 
 ON_CPU = 1 << 17
@@ -85,7 +85,7 @@ def five_sums(params: list[Tensor], grads: list[Tensor], deltas: list[Stored], d
     wide = working_dtype(lead[0].dtype)
     products: list[Tensor] = []
     for stored, (x, g) in _pieces(deltas, params, grads):
-        d = [decode(delta, wide) for delta in stored]
+        d = [delta.codes if delta.scales is None else decode(delta) for delta in stored]
         for xs, gs, ds in zip_longest(*(_joined(tensors, wide) for tensors in (x, g, d))):
             pairs = (ds, gs), (ds, xs), (gs, gs), (xs, xs), (ds, ds)
             some = gs if xs is None else xs
@@ -119,8 +119,8 @@ def move(
     in_pieces = coded or params[0].device.type == "cpu"
     for stored, (x, residual, u, m) in _pieces(deltas, *lists) if in_pieces else [(deltas, lists)]:
         values = values_of(x, residual) if halved else x
-        d = [decode(delta, wide) for delta in stored]
-        u = [tensor.to(wide) for tensor in u]
+        flat, d = _decoded(stored, wide)
+        u = packed(u, u, wide)[1] if flat is not None and u and u[0].dtype != wide else [each.to(wide) for each in u]
         if u and start.at == "own":
             add_scaled(u, d, -factors.to_own)
         if u and (part := start.decay if start.at == "zero" else 1.0):
@@ -138,10 +138,12 @@ def move(
             foreach_mul_(u, factors.of_update)
             add_scaled(u, d, factors.of_delta)
         elif coded:
-            torch.mul(d[0], factors.of_delta, out=m[0])
+            foreach_copy_(m, foreach_mul(d, factors.of_delta))
         if coded and (u or k is not None):
             if not u and k is not None and (scales := stored[0].scales) is not None:
                 scales.mul_(k)  # which multiplies all elements of a block, without rounding
+            elif flat is not None:
+                encode_together(flat, d, stored, factors.noise)
             else:
                 encode(d[0], stored[0], factors.noise)
     if halved:
@@ -227,6 +229,19 @@ def round_into(rounded: list[Tensor], residuals: list[Tensor], values: list[Tens
     foreach_copy_(residuals, rest_views)
 
 
+def _are_joined(deltas: list[Stored], wide: torch.dtype) -> bool:
+    """Whether Deltas are kept in bfloat16 for float32, and so are decoded and rounded together."""
+    return bool(deltas) and deltas[0].codes.dtype == torch.bfloat16 and wide == torch.float32
+
+
+def _decoded(deltas: list[Stored], wide: torch.dtype) -> tuple[Tensor | None, list[Tensor]]:
+    """The values of Deltas, and the flat tensor that they are in if several were decoded together."""
+    if len(deltas) > 1 and _are_joined(deltas, wide):
+        codes = [delta.codes for delta in deltas]
+        return packed(codes, codes, wide)
+    return None, [decode(delta, wide) for delta in deltas]
+
+
 def _are_coded(deltas: list[Stored], params: list[Tensor]) -> bool:
     """Whether Deltas have to be decoded."""
     return bool(deltas) and deltas[0].codes.dtype != working_dtype(params[0].dtype)
@@ -236,10 +251,11 @@ def _pieces(deltas: list[Stored], *lists: list[Tensor]) -> Iterator[tuple[list[S
     """Cut Deltas and lists of equal shapes at the same places. Some of them may be empty.
 
     Long tensors are cut into views. Short ones are taken together, since for them a call costs more than the work,
-    unless Deltas are coded.
+    unless Deltas are in int8.
     """
     lead = next(tensors for tensors in lists if tensors)
-    codes, alone = [delta.codes for delta in deltas], _are_coded(deltas, lead)
+    codes = [delta.codes for delta in deltas]
+    alone = _are_coded(deltas, lead) and not _are_joined(deltas, working_dtype(lead[0].dtype))
     long, longest = (ON_CPU, ON_CPU) if lead[0].device.type == "cpu" else (LONG, LONGEST)
     waiting: list[int] = []
     size = 0
@@ -249,13 +265,15 @@ def _pieces(deltas: list[Stored], *lists: list[Tensor]) -> Iterator[tuple[list[S
 
     for index, tensor in enumerate(lead):
         elements = tensor.numel()
+        if not elements:
+            continue
         if elements < long and not alone:
             if size + elements > longest:
                 yield chosen()
                 waiting, size = [], 0
             waiting.append(index)
             size += elements
-        elif elements:
+        else:
             present = [tensors[index] for tensors in (codes, *lists) if tensors]
             views = flat_views(present)
             cut = [(t,) for t in present] if views is None else [torch.split(view, longest) for view in views]
