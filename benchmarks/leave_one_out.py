@@ -36,12 +36,33 @@ NEAR = [
     ("poor & (grad_share > SMALL_GRADIENT)", "grad_share > SMALL_GRADIENT"),
     ("stake = xp.where(pays, grown,", "stake = xp.where(pays & (scale * delta_norm < initial_norm), grown,"),
 ]
+NO_GUARD = ("guard", "False")
+# S changes in a step by at most twice its learning rate's share in the sum of all so far. It is in place of the guard,
+# of settling with the schedule and with the steps, and of the stake's jumps.
+ONE_PACE = [
+    ("    nonfinite_steps: Array  #", "    travelled: Array\n    nonfinite_steps: Array  #"),
+    ("stake, state.nonfinite_steps", "stake, travelled, state.nonfinite_steps"),
+    (
+        "    if config.settle:\n        # A change",
+        """\
+    now = xp.ones_like(steps) if rate is None else xp.clip(rate, 0.0, None) + xp.zeros_like(steps)
+    travelled = state.travelled + now
+    most = PACE * now / xp.clip(travelled, TINY, None)
+    total = xp.sum(scales, -1, keepdims=True)
+    wanted = xp.clip(total, scale / (1 + most), scale * (1 + most))
+    scales = xp.where((scale > 0) & (total > 0), scales * (wanted / xp.clip(total, TINY, None)), scales)
+    if False:
+        # A change""",
+    ),
+    NO_GUARD,
+    NO_JUMP,
+]
 CHANGES: dict[str, list[Edit]] = {
     "as it is": [],
     "no pull": [("decay", "0.0")],
     "pull 10 times": [("decay", "0.01")],
     "no late pull": [("late_decay", "0.0")],
-    "no guard": [("guard", "False")],
+    "no guard": [NO_GUARD],
     "no forgetting": [("forgetting", "0.0")],
     "forgetting 2": [("forgetting", "2.0")],
     "forgetting 8": [("forgetting", "8.0")],
@@ -67,6 +88,10 @@ CHANGES: dict[str, list[Edit]] = {
     "near, no late pull": [*NEAR, ("late_decay", "0.0")],
     "near, no pull": [*NEAR, ("decay", "0.0")],
     "near, no calm": [*NEAR, ("CALM_AFTER", "1e12")],
+    **{
+        f"near, one pace of {pace}": [*NEAR, ("SMALL_GRADIENT", "0.1"), *ONE_PACE, ("PACE * now", f"{pace} * now")]
+        for pace in (1, 2, 4, 10)
+    },
 }
 
 
