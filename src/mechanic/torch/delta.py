@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.private import foreach_add_, foreach_copy_
-
 RESIDUAL_DTYPE = torch.bfloat16
 """Of what rounding cuts off a half-precision parameter: two bytes with the range of float32, eight more bits."""
 
@@ -36,7 +34,8 @@ _FRACTIONS = 1 << 14
 """So many different random fractions. Their distance from 0 and 1 is more than the rounding of a code in float32, so a
 code that does not change stays as it is."""
 
-_CUT = 1 << 16  # bfloat16 is the upper half of a float32
+CUT = 1 << 16
+"""bfloat16 is the upper half of a float32."""
 
 
 class Stored(NamedTuple):
@@ -82,7 +81,7 @@ class Noise:
 
     @cached_property
     def _all_low_bits(self) -> Tensor:
-        return self._order().mul(_CUT // ROW).add_(_CUT // ROW // 2).repeat(2)
+        return self._order().mul(CUT // ROW).add_(CUT // ROW // 2).repeat(2)
 
     def _order(self) -> Tensor:
         """The numbers from 0 to ROW - 1 in the order of the step, int32."""
@@ -118,8 +117,8 @@ def decode(stored: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
     if stored.scales is None:
         return stored.codes.to(dtype)
     values = torch.empty_like(stored.codes, dtype=torch.float32)
-    flat = _flat(values)
-    flat.copy_(_flat(stored.codes)).mul_(1 / LARGEST_CODE)
+    flat = flat_of(values)
+    flat.copy_(flat_of(stored.codes)).mul_(1 / LARGEST_CODE)
     flat.mul_(flat.abs())
     for blocks, scales in _blocks(flat, stored.scales):
         blocks.mul_(scales.unsqueeze(1))
@@ -131,26 +130,19 @@ def encode(values: Tensor, stored: Stored, noise: Noise | None = None) -> None:
 
     Of values that are not finite, int8 keeps the scale of their block so, and the whole block is not finite then.
     """
-    codes = _flat(stored.codes)
+    codes = flat_of(stored.codes)
     if not codes.numel():
         return
     if values.dtype != torch.float32 or values.stride() != stored.codes.stride():
         values = torch.empty_like(stored.codes, dtype=torch.float32).copy_(values)
-    flat = _flat(values)
+    flat = flat_of(values)
     if stored.scales is not None:
         _encode_blocks(flat, codes, stored.scales, None if noise is None else noise.fractions(stored))
     elif codes.dtype == torch.bfloat16 and noise is not None:
         bits = flat.view(torch.int32) + noise.low_bits(stored)
-        codes.copy_(bits.bitwise_and_(-_CUT).view(torch.float32))
+        codes.copy_(bits.bitwise_and_(-CUT).view(torch.float32))
     else:
         codes.copy_(flat)
-
-
-def encode_together(flat: Tensor, values: list[Tensor], stored: list[Stored], noise: Noise) -> None:
-    """Round tensors in float32 into bfloat16, as :func:`encode` does one. They are views of ``flat``, which changes."""
-    foreach_add_([_flat(each).view(torch.int32) for each in values], [noise.low_bits(each) for each in stored])
-    flat.view(torch.int32).bitwise_and_(-_CUT)
-    foreach_copy_([each.codes for each in stored], values)
 
 
 def _encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor | None) -> None:
@@ -180,7 +172,7 @@ def _blocks(flat: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [part for part in parts if part[0].numel()]
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_of(tensor: Tensor) -> Tensor:
     """The elements in the order of memory. Codes have no gaps between them: ``zeros_like`` made them."""
     return tensor.as_strided((tensor.numel(),), (1,))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mechanic.torch.delta import RESIDUAL_DTYPE, Noise, Stored, decode, encode, encode_together, working_dtype
+from mechanic.torch.delta import CUT, RESIDUAL_DTYPE, Noise, Stored, decode, encode, flat_of, working_dtype
 from mechanic.torch.private import flatten, foreach_add_, foreach_addcmul_, foreach_copy_, foreach_mul, foreach_mul_
 
 ON_CPU = 1 << 17
@@ -143,7 +143,7 @@ def move(
             if not u and k is not None and (scales := stored[0].scales) is not None:
                 scales.mul_(k)  # which multiplies all elements of a block, without rounding
             elif flat is not None:
-                encode_together(flat, d, stored, factors.noise)
+                _encode_together(flat, d, stored, factors.noise)
             else:
                 encode(d[0], stored[0], factors.noise)
     if halved:
@@ -240,6 +240,13 @@ def _decoded(deltas: list[Stored], wide: torch.dtype) -> tuple[Tensor | None, li
         codes = [delta.codes for delta in deltas]
         return packed(codes, codes, wide)
     return None, [decode(delta, wide) for delta in deltas]
+
+
+def _encode_together(flat: Tensor, values: list[Tensor], deltas: list[Stored], noise: Noise) -> None:
+    """Round values in float32 into bfloat16, as :func:`encode` does one. They are views of ``flat``, which changes."""
+    foreach_add_([flat_of(each).view(torch.int32) for each in values], [noise.low_bits(delta) for delta in deltas])
+    flat.view(torch.int32).bitwise_and_(-CUT)
+    foreach_copy_([delta.codes for delta in deltas], values)
 
 
 def _are_coded(deltas: list[Stored], params: list[Tensor]) -> bool:
