@@ -37,8 +37,8 @@ NEAR = [
     ("stake = xp.where(pays, grown,", "stake = xp.where(pays & (scale * delta_norm < initial_norm), grown,"),
 ]
 NO_GUARD = ("guard", "False")
-# S changes in a step by at most twice its learning rate's share in the sum of all so far. It is in place of the guard,
-# of settling with the schedule and with the steps, and of the stake's jumps.
+# In a step S changes by at most PACE times the share of its learning rate in the sum of all so far. This is in place of
+# the guard, of settling with the schedule and with the steps, and of what keeps the stake from jumping.
 ONE_PACE = [
     ("    nonfinite_steps: Array  #", "    travelled: Array\n    nonfinite_steps: Array  #"),
     ("stake, state.nonfinite_steps", "stake, travelled, state.nonfinite_steps"),

@@ -35,6 +35,8 @@ def test_a_step_of_gpt_2_takes_few_launches_more_than_the_bases_and_waits_for_no
 def test_launches_do_not_grow_with_the_number_of_small_tensors(name, dtype):
     few, many = (count_step(BUILDS[name], [(100,)] * number, dtype) for number in (5, 45))
     assert many.launches_with(CUDA_13) == few.launches_with(CUDA_13)
+    if dtype == torch.float32:  # in half precision there are views of every tensor
+        assert many.calls == few.calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -59,8 +59,8 @@ class Mechanic(Optimizer, Generic[BaseT]):
             DTensors (FSDP2, tensor parallel) and DDP need none.
         delta: what Delta is kept in: ``torch.float32``, ``torch.bfloat16`` or ``"int8"``, 1.02 bytes each. The default
             is bfloat16 for parameters in half precision, and else the parameter's dtype, as it always is for complex
-            parameters. Fewer bytes are rounded to stochastically, without torch's random numbers. Beside such a Delta
-            AdamW, Adam, SGD and bases in few bits keep their state of bfloat16 parameters in bfloat16, as they do bare.
+            parameters. In bfloat16 and int8 it is rounded stochastically, without torch's random numbers. AdamW, Adam,
+            SGD and bases in few bits then keep their state of bfloat16 parameters in bfloat16, as they do bare.
 
     Example:
         >>> import torch
