@@ -37,8 +37,9 @@ NEAR = [
     ("stake = xp.where(pays, grown,", "stake = xp.where(pays & (scale * delta_norm < initial_norm), grown,"),
 ]
 NO_GUARD = ("guard", "False")
-# In a step S changes by at most PACE times the share of its learning rate in the sum of all so far. This is in place of
-# the guard, of settling with the schedule and with the steps, and of what keeps the stake from jumping.
+# In a step S changes by at most a share PACE eta / sqrt(sum of all eta^2), which is as fast as it grows where all
+# feedback agrees. This is in place of the guard, of settling with the schedule and with the steps, and of what keeps
+# the stake from jumping.
 ONE_PACE = [
     ("    nonfinite_steps: Array  #", "    travelled: Array\n    nonfinite_steps: Array  #"),
     ("stake, state.nonfinite_steps", "stake, travelled, state.nonfinite_steps"),
@@ -46,10 +47,11 @@ ONE_PACE = [
         "    if config.settle:\n        # A change",
         """\
     now = xp.ones_like(steps) if rate is None else xp.clip(rate, 0.0, None) + xp.zeros_like(steps)
-    travelled = state.travelled + now
-    most = PACE * now / xp.clip(travelled, TINY, None)
+    travelled = xp.hypot(state.travelled, now)
+    most = 1 + PACE * now / xp.clip(travelled, TINY, None)
     total = xp.sum(scales, -1, keepdims=True)
-    wanted = xp.clip(total, scale / (1 + most), scale * (1 + most))
+    young = xp.where(state.largest_delta > 0, state.largest_delta / some_delta, 1.0)
+    wanted = xp.clip(total, scale * young / most, scale * most)
     scales = xp.where((scale > 0) & (total > 0), scales * (wanted / xp.clip(total, TINY, None)), scales)
     if False:
         # A change""",
@@ -57,6 +59,7 @@ ONE_PACE = [
     NO_GUARD,
     NO_JUMP,
 ]
+FREE = ("poor & (grad_share > SMALL_GRADIENT)", "grad_share > -1")  # the stake grows whatever was won, at any gradient
 CHANGES: dict[str, list[Edit]] = {
     "as it is": [],
     "no pull": [("decay", "0.0")],
@@ -88,10 +91,19 @@ CHANGES: dict[str, list[Edit]] = {
     "near, no late pull": [*NEAR, ("late_decay", "0.0")],
     "near, no pull": [*NEAR, ("decay", "0.0")],
     "near, no calm": [*NEAR, ("CALM_AFTER", "1e12")],
-    **{
-        f"near, one pace of {pace}": [*NEAR, ("SMALL_GRADIENT", "0.1"), *ONE_PACE, ("PACE * now", f"{pace} * now")]
-        for pace in (1, 2, 4, 10)
-    },
+    "one pace": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now")],
+    "one pace of a half": [FREE, *ONE_PACE, ("PACE * now", "0.5 * now")],
+    "one pace of 2": [FREE, *ONE_PACE, ("PACE * now", "2.0 * now")],
+    "one pace, near": [*NEAR, ("SMALL_GRADIENT", "0.0"), *ONE_PACE, ("PACE * now", "1.0 * now")],
+    "one pace, no late pull": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("late_decay", "0.0")],
+    "one pace, no pull": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("late_decay", "0.0"), ("decay", "0.0")],
+    "one pace, no keeping still": [
+        FREE,
+        *ONE_PACE,
+        ("PACE * now", "1.0 * now"),
+        ("    if rate is not None and config.settle:\n", "    if False:\n"),
+    ],
+    "one pace, no forgetting": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("forgetting", "0.0")],
 }
 
 

@@ -44,8 +44,15 @@ OLD_TORCH_LACKS = {
 }
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.get_closest_marker("long"))  # or a worker would wait for another in the end
+def pytest_collection_modifyitems(config, items):
+    # xdist gives each worker an equal piece of this list. If it did not begin with its share of the long tests, all
+    # others would wait in the end for the worker that has them.
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    long, short = (
+        [item for item in items if bool(item.get_closest_marker("long")) is is_long] for is_long in (True, False)
+    )
+    size = -(-len(short) // workers)
+    items[:] = [item for n in range(workers) for item in (*long[n::workers], *short[n * size : (n + 1) * size])]
     seen = set()
     for item in items:
         for part, reason in OLD_TORCH_LACKS.items() if IS_OLD_TORCH else ():

@@ -4,8 +4,8 @@
     python -m tests.mutants show mutants.jsonl
 
 The changes are those of cosmic-ray (pip install cosmic-ray). Changes that only annotations would show are left out.
-Every mutant is tried in a process of its own, in a copy of the tree, until a test fails. The imports of the frameworks
-are shared by forking.
+Every mutant is tried in a process of its own, in a copy of the tree, until a test fails: the quick tests that run the
+changed line, as coverage found, then with ``--long`` the long tests. Imports of the frameworks are shared by forking.
 """
 
 from __future__ import annotations
@@ -30,13 +30,47 @@ ROOT = Path(__file__).parent.parent
 LONGEST = 900  # seconds that a mutant may take before it counts as noticed: it hangs
 
 
-def tests_for(path: str) -> list[list[str]]:
-    """Arguments of pytest, one run after the other: what is named like the file, what is quick, what is long."""
-    framework, name = Path(path).parent.name, Path(path).stem
+Found = dict[str, dict[int, list[str]]]  # by path and line, the quick tests that run it
+
+
+def tests_by_line(folder: Path) -> Found:
+    """Runs the quick tests once."""
+    from coverage import CoverageData
+
+    environment = {**os.environ, "COVERAGE_FILE": str(folder / "coverage")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "quick",
+        "-n2",
+        "--cov",
+        "--cov-context=test",
+        "--cov-report=",
+    ]
+    subprocess.run([*command, "tests/shared", "tests/torch", "tests/jax"], check=True, cwd=ROOT, env=environment)
+    data = CoverageData(str(folder / "coverage"))
+    data.read()
+    return {
+        str(Path(path).relative_to(ROOT)): {
+            line: sorted({context.partition("|")[0] for context in contexts if context})
+            for line, contexts in data.contexts_by_lineno(path).items()
+        }
+        for path in data.measured_files()
+    }
+
+
+def tests_for(path: str, lines: range, found: Found, long: bool) -> list[list[str]]:
+    """Arguments of pytest, one run after the other."""
+    by_line = found.get(path, {})
+    quick = sorted({test for line in lines for test in by_line.get(line, [])})
+    quick.sort(key=lambda test: Path(path).stem not in test)
+    framework = Path(path).parent.name
     folders = [f"tests/{framework}"] if framework in ("torch", "jax") else ["tests/torch", "tests/jax"]
-    own = [f"{folder}/test_{name}.py" for folder in ("tests/shared", *folders)]
-    runs = [[file for file in own if (ROOT / file).exists()], ["-m", "quick", "tests/shared", *folders]]
-    return [run for run in (*runs, ["-m", "long", *folders]) if run]
+    everything = ["-m", "quick", "tests/shared", *folders]  # where no test in particular runs it: when it is imported
+    return [quick or everything, *([["-m", "long", *folders]] if long else [])]
 
 
 def meaning(code: str) -> str:
@@ -94,7 +128,7 @@ def sample(size: int, seed: int, only: list[str]) -> list[tuple[str, str, int]]:
     return drawn
 
 
-def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
+def work(number: int, jobs: list[tuple[str, str, int]], found: Found, long: bool, records: Path) -> None:
     """Try mutants one after the other, in a copy of the tree."""
     # Imported once, for all children.
     import jax  # noqa: F401
@@ -110,18 +144,19 @@ def work(number: int, jobs: list[tuple[str, str, int]], records: Path) -> None:
     for part in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / part, home / part)
-    for tests in tests_for("src/mechanic/tuner.py")[:-1]:
-        if try_tests(home, tests) != "survived":
-            raise SystemExit(f"pytest {' '.join(tests)} fails without any change")
+    if try_tests(home, ["-m", "quick", "tests/shared"]) != "survived":
+        raise SystemExit("the tests fail without any change")
     for path, operator, occurrence in jobs:
         code = (home / path).read_text()
         mutated = mutate_code(code, get_operator(operator)(), occurrence)
         (home / path).write_text(mutated)
         began = time.monotonic()
-        outcomes = (try_tests(home, tests) for tests in tests_for(path))
+        change = list(difflib.unified_diff(code.splitlines(), mutated.splitlines(), lineterm="", n=0))[2:]
+        first, _, count = change[0].split()[1][1:].partition(",")
+        lines = range(int(first), int(first) + int(count or 1))
+        outcomes = (try_tests(home, tests) for tests in tests_for(path, lines, found, long))
         outcome = next((outcome for outcome in outcomes if outcome != "survived"), "survived")
         (home / path).write_text(code)
-        change = list(difflib.unified_diff(code.splitlines(), mutated.splitlines(), lineterm="", n=0))[2:]
         record = {"path": path, "operator": operator, "occurrence": occurrence, "change": change}
         record |= {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
         with records.open("a") as file:
@@ -179,6 +214,7 @@ def main() -> None:
     run.add_argument("--only", nargs="*", default=[], metavar="PART", help="files with one of these in their path")
     run.add_argument("--records", type=Path, default=Path("mutants.jsonl"))
     run.add_argument("--workers", type=int, default=2)
+    run.add_argument("--long", action="store_true", help="where the quick tests notice nothing; takes hours")
     commands.add_parser("show").add_argument("records", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "show":
@@ -189,9 +225,12 @@ def main() -> None:
         rows = [json.loads(line) for line in arguments.records.read_text().splitlines()]
         done = {(row["path"], row["operator"], row["occurrence"]) for row in rows}
     jobs = [job for job in sample(arguments.sample, arguments.seed, arguments.only) if job not in done]
+    with tempfile.TemporaryDirectory() as folder:
+        found = tests_by_line(Path(folder))
     context = multiprocessing.get_context("spawn")
+    records = arguments.records.resolve()
     workers = [
-        context.Process(target=work, args=(number, jobs[number :: arguments.workers], arguments.records.resolve()))
+        context.Process(target=work, args=(number, jobs[number :: arguments.workers], found, arguments.long, records))
         for number in range(arguments.workers)
     ]
     for worker in workers:

@@ -80,6 +80,13 @@ class _Moments:
         return error[0] is Interrupt
 
 
+def _times_by_line(name):
+    model, optimizer = _setup(name)
+    with _Moments() as moments:
+        _step(model, optimizer)
+    return moments.seen
+
+
 def _values(model):
     return [p.detach().double().clone() for p in model.parameters()]
 
@@ -125,10 +132,12 @@ def test_an_exception_at_any_line_leaves_every_parameter_before_or_after_its_mov
     monkeypatch.setattr(in_backward, "WAITING", 1)
     points = _points(name)
     saved = _setup(name)
-    with _Moments() as moments:
-        _step(*copy.deepcopy(saved))
-    lines = [(line, (1, count)[index % 2]) for index, (line, count) in enumerate(sorted(moments.seen.items()))]
+    counts = _times_by_line(name)
+    lines = [(line, (1, count)[index % 2]) for index, (line, count) in enumerate(sorted(counts.items()))]
     assert len(lines) > 150
+    # Of the lines that a setup before this one runs as well, each setup has another third.
+    known = set().union(*(_times_by_line(other) for other in NAMES[: NAMES.index(name)]))
+    lines = [at for index, at in enumerate(lines) if at[0] not in known or index % 3 == NAMES.index(name) % 3]
     for line, time in lines:
         model, optimizer = copy.deepcopy(saved)
         with _Moments(line, time):

@@ -1,7 +1,6 @@
 """Figures that known-good runs reached, so that a change for the worse is seen."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 import pytorch_optimizer
@@ -13,9 +12,6 @@ from mechanic.torch import Mechanic
 from tests.torch.task import batch, digits, mlp, scale
 
 pytestmark = pytest.mark.long
-
-ABSOLUTE_1E_6 = replace(TunerConfig.paper(), s_init=1e-6, guard=True)
-RELATIVE = replace(TunerConfig.paper(), s_init=0.01, relative_start=True, guard=True)
 
 
 def steps_to_half(scales):
@@ -38,11 +34,9 @@ def run(params, loss, steps, config):
     ("config", "after_500", "after_2000", "half_by"),
     [
         (TunerConfig.paper(), 1.7e-2, 1.0e-3, (30, 60)),
-        (ABSOLUTE_1E_6, 8.7e-3, 2.4e-4, (15, 40)),
-        (RELATIVE, 1.7e-4, 6e-5, (1, 15)),
         (TunerConfig(), 1.6e-7, 1e-20, (1, 40)),
     ],
-    ids=["paper", "absolute 1e-6", "relative", "default"],
+    ids=["paper", "default"],
 )
 def test_quadratic(config, after_500, after_2000, half_by):
     """20 dimensions, eigenvalues from 1/100 to 1, started at all ones: loss as a fraction of its start."""
@@ -64,7 +58,8 @@ def test_quadratic(config, after_500, after_2000, half_by):
 
 @pytest.mark.parametrize(
     ("config", "splits", "train_loss"),
-    [(TunerConfig.paper(), 2, 0.082), (ABSOLUTE_1E_6, 2, 0.053), (RELATIVE, 2, 0.02), (TunerConfig(), 8, 0.02)],
+    [(TunerConfig.paper(), 2, 0.082), (TunerConfig(), 8, 0.02)],
+    ids=["paper", "default"],
 )
 def test_logistic_regression_on_digits(config, splits, train_loss):
     """Standardised pixels; the median over splits. With the defaults, two in eight end on a bad batch."""
