@@ -38,8 +38,8 @@ NEAR = [
 ]
 NO_GUARD = ("guard", "False")
 # In a step S changes by at most a share PACE eta / sqrt(sum of all eta^2), which is as fast as it grows where all
-# feedback agrees. This is in place of the guard, of settling with the schedule and with the steps, and of what keeps
-# the stake from jumping.
+# feedback agrees, and it rises only if the feedback speaks for Delta. This is in place of the guard, of settling with
+# the schedule and with the steps, and of what keeps the stake from jumping.
 ONE_PACE = [
     ("    nonfinite_steps: Array  #", "    travelled: Array\n    nonfinite_steps: Array  #"),
     ("stake, state.nonfinite_steps", "stake, travelled, state.nonfinite_steps"),
@@ -51,7 +51,7 @@ ONE_PACE = [
     most = 1 + PACE * now / xp.clip(travelled, TINY, None)
     total = xp.sum(scales, -1, keepdims=True)
     young = xp.where(state.largest_delta > 0, state.largest_delta / some_delta, 1.0)
-    wanted = xp.clip(total, scale * young / most, scale * most)
+    wanted = xp.clip(total, scale * young / most, scale * xp.where(feedback > 0, 1.0, most))
     scales = xp.where((scale > 0) & (total > 0), scales * (wanted / xp.clip(total, TINY, None)), scales)
     if False:
         # A change""",
@@ -92,6 +92,11 @@ CHANGES: dict[str, list[Edit]] = {
     "near, no pull": [*NEAR, ("decay", "0.0")],
     "near, no calm": [*NEAR, ("CALM_AFTER", "1e12")],
     "one pace": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now")],
+    "one pace, rises at any feedback": [
+        FREE,
+        *((old, new.replace("xp.where(feedback > 0, 1.0, most)", "most")) for old, new in ONE_PACE),
+        ("PACE * now", "1.0 * now"),
+    ],
     "one pace of a half": [FREE, *ONE_PACE, ("PACE * now", "0.5 * now")],
     "one pace of 2": [FREE, *ONE_PACE, ("PACE * now", "2.0 * now")],
     "one pace, near": [*NEAR, ("SMALL_GRADIENT", "0.0"), *ONE_PACE, ("PACE * now", "1.0 * now")],

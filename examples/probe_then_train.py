@@ -31,7 +31,7 @@ def main() -> float:
     mechanic = Mechanic(torch.optim.AdamW(model.parameters(), lr=1.0))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(mechanic, STEPS)
     train(mechanic, scheduler, PROBE)
-    print(f"learned after {PROBE} steps: a peak learning rate of {mechanic.scales()['default']:.2g}")
+    print(f"learned after {PROBE} steps: a peak learning rate of {mechanic.learned_rates()['default']:.2g}")
 
     optimizer = mechanic.release()  # the AdamW from above, its learning rate set
     # A new scheduler makes its first step by itself, hence - 1.

@@ -69,6 +69,8 @@ class TunerState(NamedTuple):
     largest_grad: Array  # max |g_k| over k <= t, where each counts as at most twice the max before it
     stake: Array  # how many times as large as at first; 0 until the first step
     nonfinite_steps: Array  # how many steps had sums that were not finite
+    rate_sum: Array  # of the learning rates since step 50; of ones where none was told
+    moved_sum: Array  # of S times the learning rate
 
 
 def delta_retention(
@@ -133,6 +135,15 @@ def total_scale(state: TunerState, xp: Any) -> Array:
     return xp.sum(state.scales, -1)
 
 
+def learned_rate(state: TunerState, xp: Any) -> Array:
+    """The mean of S since it was found, weighted with the learning rates of the steps, [tuners].
+
+    Before that it is S. The last S is mostly noise where a schedule ends near 0: steps so small tell little about it.
+    """
+    total, moved = state.rate_sum[..., 0], state.moved_sum[..., 0]
+    return xp.where(total > 0, moved / xp.clip(total, TINY, None), total_scale(state, xp))
+
+
 def is_dominated(state: TunerState, config: TunerConfig) -> Array:
     """Whether the squared feedback of one step is more than 500,000 times that of all others together, [tuners].
 
@@ -170,7 +181,7 @@ def update(
     Example:
         >>> import numpy as np
         >>> config = TunerConfig()
-        >>> state = TunerState(*np.zeros((12, 1, 5)))
+        >>> state = TunerState(*np.zeros((14, 1, 5)))
         >>> sums = np.array([[-1.0, 0.0, 1.0, 4.0, 1.0]])
         >>> state = update(state, sums, np.array(config.betas), config, np)
         >>> f"{total_scale(state, np)[0]:.3f}"  # 1 % of |x_1| / |Delta|
@@ -249,9 +260,12 @@ def update(
         bounded = xp.clip(total, config.min_lr, config.max_lr)
         scales = xp.where(total > 0, scales * (bounded / xp.where(total > 0, total, 1.0)), bounded / n)
 
-    largest_scale = xp.maximum(state.largest_scale, xp.sum(scales, -1, keepdims=True))
+    new_scale = xp.sum(scales, -1, keepdims=True)
+    largest_scale = xp.maximum(state.largest_scale, new_scale)
+    weight = xp.where(steps > FINDING_STEPS, 1.0 if rate is None else xp.clip(rate, 0.0, None), 0.0)
+    rate_sum, moved_sum = state.rate_sum + weight, state.moved_sum + weight * new_scale
     sizes = initial_norm, largest_delta, largest_scale
-    others = steps, largest_rate, largest_grad, stake, state.nonfinite_steps
+    others = steps, largest_rate, largest_grad, stake, state.nonfinite_steps, rate_sum, moved_sum
     proposed = TunerState(largest_feedback, root_variance, reward, scales, *sizes, *others)
     # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite. That
     # of the slowest beta is the largest.

@@ -334,7 +334,7 @@ for step in range(60):
     optimizer.zero_grad()
     (x - 3).square().sum().backward()
     optimizer.step()
-print(max(optimizer.scales().values()))
+print(max(optimizer.learned_rates().values()))
 """)
     found = run_small(small)
     assert "(the largest that you set was 0.0433333)" in found.err

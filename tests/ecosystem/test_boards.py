@@ -13,8 +13,8 @@ import log_to_boards
 def test_both_boards_hold_loss_scale_and_rate_of_every_tuner(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log_to_boards.main()
-    keys = {"loss", "mechanic/scale/0", "mechanic/scale/2", "mechanic/lr/0", "mechanic/lr/2"}
-    keys.add("mechanic/nonfinite_steps")
+    keys = {f"mechanic/{column}/{layer}" for column in ("scale", "learned", "lr") for layer in (0, 2)}
+    keys |= {"loss", "mechanic/nonfinite_steps"}
     board = EventAccumulator("logs").Reload()
     assert set(board.Tags()["scalars"]) == keys
     for key in keys:

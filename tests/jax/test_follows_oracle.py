@@ -9,7 +9,7 @@ import optax
 import pytest
 import torch
 
-from mechanic.jax import mechanize, scale
+from mechanic.jax import learned_rates, mechanize, scale
 from mechanic.torch import Mechanic
 from tests.shared import oracle
 from tests.torch.oracle_task import BASES as IN_TORCH
@@ -133,4 +133,5 @@ def test_a_run_that_goes_on_with_other_bounds_follows(bound, factor):
             x = optax.apply_updates(x, updates)
             reference.step(eigenvalues * reference.x)
             assert float(scale(state)) == pytest.approx(reference.scale, rel=1e-9)
+            assert float(learned_rates(state)["default"]) == pytest.approx(reference.learned_rate, rel=1e-9)
             np.testing.assert_allclose(x, reference.x, rtol=1e-9, atol=1e-12)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mechanic.jax import freeze, mechanize, release, scale, scales
+from mechanic.jax import freeze, learned_rates, mechanize, release, scale
 from mechanic.tuner import TunerState
 from tests.jax.task import LABELS, PLAIN, assert_close, learned, mlp, mover, stepper, train, train_loss
 
@@ -23,12 +23,13 @@ def test_freezing_and_releasing_are_the_base_at_the_learned_rate_without_delta()
     )
     assert saved == 4 * sum(leaf.size for leaf in jax.tree.leaves(params)) + 4 * 5 * len(TunerState._fields)
     plain, plain_state = release(base, state)
-    written_out = optax.adam(float(scale(state)))
-    frozen, after = train(params, optimizer, 10, state=frozen_state)
-    released, _ = train(params, plain, 10, state=plain_state)
-    expected, _ = train(params, written_out, 10, state=plain_state[0])
+    rate = learned_rates(state)["default"]
+    written_out = optax.adam(float(rate))
+    frozen, after = train(params, optimizer, 20, state=frozen_state)
+    released, _ = train(params, plain, 20, state=plain_state)
+    expected, _ = train(params, written_out, 20, state=plain_state[0])
     assert stepper(optimizer)._cache_size() == 2  # one before, one after
-    assert scale(after) == scale(state)
+    assert scale(after) == rate
     assert train_loss(expected) < 0.97 * train_loss(params)  # that there is something to compare
     for ours in (frozen, released):
         assert_close(ours, expected, rtol=1e-5, atol=1e-6)
@@ -47,14 +48,15 @@ def test_the_peak_in_the_state_is_that_of_the_last_step():
     """Delta is a sum of updates over it, so a base with another learning rate may take over."""
     params, state = learned(PLAIN, steps=3)
     params, state = mover(mechanize(optax.sgd(0.25), peak_lr=0.25))(params, state, params)
-    assert_released_at(dict.fromkeys(params, scale(state)), optax.sgd(0.25), params, state)
+    assert_released_at(dict.fromkeys(params, learned_rates(state)["default"]), optax.sgd(0.25), params, state)
 
 
 @pytest.mark.long
 def test_labels_are_released_each_at_its_own_rate():
     params, state = learned(mechanize(optax.sgd(0.1), peak_lr=0.1, labels=LABELS), steps=5)
-    assert scales(state)["a"] != scales(state)["b"]
-    rates = {part: scales(state)[name] for part, name in LABELS.items()}
+    learned_by_name = learned_rates(state)
+    assert learned_by_name["a"] != learned_by_name["b"]
+    rates = {part: learned_by_name[name] for part, name in LABELS.items()}
     for given in (LABELS, lambda params: LABELS):
         assert_released_at(rates, optax.sgd(0.1), params, state, given)
 
@@ -62,7 +64,8 @@ def test_labels_are_released_each_at_its_own_rate():
 def made_up(params, optimizer=PLAIN):
     """A state in which every S is 0.5."""
     state = optimizer.init(params)
-    return state._replace(scale=jax.tree.map(lambda s: s + 0.5, state.scale))
+    scale = jax.tree.map(lambda s: s + 0.5, state.scale)
+    return state._replace(scale=scale, tuner=state.tuner._replace(scales=state.tuner.scales.at[:, 0].set(0.5)))
 
 
 def test_labels_that_are_not_those_of_the_state_are_refused_when_released():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mechanic.jax import mechanize, nonfinite_steps, release, scale, scales
+from mechanic.jax import learned_rates, mechanize, nonfinite_steps, release, scale, scales
 from tests.jax.task import LABELS, PLAIN, learned, mlp, mover, same_bits
 
 
@@ -21,7 +21,7 @@ def test_it_may_be_built_or_wrapped_by_inject_hyperparams():
         assert same_bits(params, expected)
     plain, plain_state = release(optax.sgd(0.5), state)  # the peak that was injected is in the state
     updates, _ = plain.update(params, plain_state, params)
-    np.testing.assert_allclose(updates["last"], -scale(state) * params["last"], rtol=1e-6)
+    np.testing.assert_allclose(updates["last"], -learned_rates(state)["default"] * params["last"], rtol=1e-6)
 
 
 def test_states_that_hold_no_tuner_or_several_of_one_name_say_so():

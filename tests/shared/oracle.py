@@ -73,6 +73,12 @@ class Oracle:
         self.largest_rate = self.largest_gradient = 0.0
         self.stake = 1.0
         self.t = 0
+        self.rates = self.moved = 0.0
+
+    @property
+    def learned_rate(self) -> float:
+        """The mean of S since step 50, weighted with the learning rates of the steps; until then S."""
+        return self.moved / self.rates if self.rates else self.scale
 
     @property
     def scale(self) -> float:
@@ -89,6 +95,8 @@ class Oracle:
             unit = self._move_into_bounds() if d.forgetting and not self.own_iterates else 1.0
             scale = self.scale
             self._tune(feedback, x, unit * delta)
+            rate = self.base.lr(self.base.t - 1) if self.t >= 50 else 0.0
+            self.rates, self.moved = self.rates + rate, self.moved + rate * self.scale
             kept = unit * self._delta_retention(scale)
         self.delta = kept * delta + u  # 9
         self.x = self.x_ref + self.scale * self.delta  # 17

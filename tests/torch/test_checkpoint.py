@@ -37,7 +37,7 @@ def test_a_checkpoint_holds_only_what_every_route_can_carry(trained):
     assert group["mechanic_base"] == "AdamW"
     assert group["mechanic_row"] == 0
     assert group["mechanic_unit"] == 1e-3
-    assert group["mechanic_tuner"].shape == (13, 5)
+    assert group["mechanic_tuner"].shape == (15, 5)
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "mechanic_delta"}
     added = {key for key in group if key.startswith("mechanic_")}
     assert all(isinstance(group[key], (int, float, str, torch.Tensor)) for key in added)
@@ -51,6 +51,7 @@ def test_a_version_1_checkpoint_loads():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     assert scale(optimizer) == saved["scale"] > 0
+    assert optimizer.learned_rates() == optimizer.scales()  # the mean begins anew
     train(model, optimizer, 5, first=5)
     assert scale(optimizer) == pytest.approx(saved["scale_5_steps_later"], rel=1e-4)
 

@@ -56,6 +56,25 @@ def test_a_long_run_at_a_constant_rate_follows():
         assert scale(optimizer) == pytest.approx(reference.scale, rel=1e-9)
 
 
+def test_the_learned_rate_is_the_mean_of_s_weighted_with_the_schedule_and_is_handed_over():
+    """The last S is not: at the end of a schedule it goes on to change, though nothing tells it how."""
+    eigenvalues, start = np.logspace(-2, 0, 12), np.ones(12)
+    reference = oracle.Oracle(oracle.AdamW(lambda t: 0.5 + 0.5 * np.cos(np.pi * t / 80), weight_decay=0.0), start)
+    param = torch.nn.Parameter(torch.tensor(start))
+    optimizer = Mechanic(torch.optim.AdamW([param], lr=0.25, weight_decay=0.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 + 0.5 * np.cos(np.pi * t / 80))
+    for _ in range(80):
+        param.grad = torch.tensor(eigenvalues) * param.detach()
+        optimizer.step()
+        scheduler.step()
+        reference.step(eigenvalues * reference.x)
+        assert optimizer.learned_rates()["default"] == pytest.approx(reference.learned_rate, rel=1e-9)
+    assert abs(reference.learned_rate / reference.scale - 1) > 0.1
+    optimizer.freeze()
+    assert scale(optimizer) == pytest.approx(reference.learned_rate, rel=1e-9)
+    assert optimizer.release().param_groups[0]["initial_lr"] == pytest.approx(reference.learned_rate, rel=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:S is held by a bound")
 @pytest.mark.parametrize(("bound", "factor"), [("max_lr", 0.1), ("max_lr", 0.5), ("min_lr", 3.0)])
 def test_a_run_that_goes_on_with_other_bounds_follows_and_goes_on_from_where_it_is(bound, factor):

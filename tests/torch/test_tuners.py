@@ -123,10 +123,12 @@ def test_d_times_lr_is_the_rate_really_applied():
     group = optimizer.param_groups[0]
     d = group["d"]
     assert d.shape == ()
-    rate = float(group["d"] * group["lr"])  # of the next step
     assert optimizer.learning_rates() == {"default": pytest.approx(float(d) * made)}
     assert optimizer.scales() == {"default": pytest.approx(float(d) * 0.25)}
     optimizer.freeze()
+    assert optimizer.scales() == pytest.approx(optimizer.learned_rates())
+    assert optimizer.scales() == {"default": pytest.approx(float(group["d"]) * 0.25)}
+    rate = float(group["d"] * group["lr"])  # of the next step
     before, gradient = p.detach().clone(), torch.tensor([1.0, 2.0], dtype=torch.float64)
     p.grad = gradient.clone()
     optimizer.step()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from mechanic.cli.watched import Watched
-from mechanic.torch.layout import PEAK_LR, ROW, Group, scale_of
+from mechanic.torch.layout import PEAK_LR, ROW, Group, read_on_host
+from mechanic.tuner import learned_rate
 
 
 def describe(watched: Watched) -> str:
@@ -74,8 +75,8 @@ def _sets_own_rate(watched: Watched, index: int) -> bool:
 
 def _peak_rate(group: Group, peak: Any) -> float:
     """What ``release()`` would leave in the group, at the peak of the schedule."""
-    scale = float(scale_of(group))
-    return scale if peak is None else scale * float(peak) / float(group[PEAK_LR])
+    learned = float(learned_rate(read_on_host([group]), torch)[0])
+    return learned if peak is None else learned * float(peak) / float(group[PEAK_LR])
 
 
 def _passed(watched: Watched, index: int) -> str:

@@ -117,7 +117,7 @@ class Session:
 class _Log:
     """A line for every tuner of a step, in a .jsonl or .csv file."""
 
-    COLUMNS = ("optimizer", "class", "step", "tuner", "scale", "lr")
+    COLUMNS = ("optimizer", "class", "step", "tuner", "scale", "learned", "lr")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -127,9 +127,9 @@ class _Log:
             self._csv.writerow(self.COLUMNS)
 
     def write(self, index: int, watched: Watched, optimizer: Any) -> None:
-        rates = optimizer.learning_rates()
+        rates, learned = optimizer.learning_rates(), optimizer.learned_rates()
         for tuner, scale in optimizer.scales().items():
-            row = (index, watched.cls.__name__, watched.steps, tuner, scale, rates[tuner])
+            row = (index, watched.cls.__name__, watched.steps, tuner, scale, learned[tuner], rates[tuner])
             if self._csv is not None:
                 self._csv.writerow(row)
             else:

@@ -24,7 +24,9 @@ from mechanic.torch.layout import (
     last_rate,
     read_on_host,
     scale_of,
+    with_all_rows,
 )
+from mechanic.tuner import learned_rate
 
 FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt", "*.tar")
 
@@ -101,7 +103,7 @@ def _optimizers(content: Any, where: str = "") -> Iterator[tuple[str, dict[str, 
 
 
 def _describe(state_dict: dict[str, Any]) -> Iterator[str]:
-    groups: list[Group] = list(state_dict["param_groups"])
+    groups: list[Group] = [with_all_rows(group) for group in state_dict["param_groups"]]
     state = state_dict.get("state") or {}
     count = sum(len(group.get("params") or ()) for group in groups)
     whole = f"{_plural(len(groups), 'group')}, {_plural(count, 'parameter tensor')}"
@@ -131,14 +133,15 @@ def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfini
     """One line: what a tuner has learned."""
     group = max((groups[index] for index in indices), key=last_rate)
     scale = float(scale_of(group))
-    rate = scale * last_rate(group)
+    learned, rate = float(learned_rate(read_on_host([group]), torch)[0]), scale * last_rate(group)
     unnamed = {each[ROW] for each in groups if each.get("tuner") is None}
     name = group.get("tuner") or ("default" if len(unnamed) == 1 else f"group {indices[0]}")
     which = "" if len(indices) == len(groups) else f" (group {', '.join(map(str, indices))})"
     bad = f", {nonfinite} of them with NaN or inf gradients" if nonfinite else ""
     return (
-        f"tuner {name!r}{which}: S = {scale:.4g} after {_plural(steps + nonfinite, 'step')}{bad}; "
-        f"effective learning rate of the last step {rate:.4g} (the peak lr passed was {float(group[PEAK_LR]):g})"
+        f"tuner {name!r}{which}: learned rate {learned:.4g} after {_plural(steps + nonfinite, 'step')}{bad}; "
+        f"S is {scale:.4g} now, the effective learning rate of the last step {rate:.4g} "
+        f"(the peak lr passed was {float(group[PEAK_LR]):g})"
     )
 
 

@@ -197,7 +197,7 @@ def measure(trial: Trial, rate: float, runs: _Runs, *, learn: bool) -> Record:
             if not made:
                 raise SystemExit("the function has not called the optimizer factory that it was given")
             if learn:
-                scales.append(_scales(made))
+                scales.append(_by_tuner([optimizer.scales() for optimizer in made]))
             if not math.isfinite(losses[-1]):
                 break  # what has diverged does not come back
             start = time.perf_counter()
@@ -213,7 +213,7 @@ def measure(trial: Trial, rate: float, runs: _Runs, *, learn: bool) -> Record:
         "seconds_per_step": statistics.median(seconds),
         "state_bytes": sum(_state_bytes(optimizer) for optimizer in made),
         "final": statistics.mean(tail) if math.isfinite(losses[-1]) else None,
-        "learned": {name: statistics.median(s.get(name, 0.0) for s in scales[len(scales) // 2 :]) for name in names},
+        "learned": _by_tuner([optimizer.learned_rates() for optimizer in made]) if learn else {},
         "curve": {
             "step": thinned(list(range(1, len(losses) + 1))),
             "train_loss": thinned(losses),
@@ -230,11 +230,10 @@ def _at_rate(params: Any, factor: float) -> Any:
     return [{**g, "lr": factor * g["lr"]} if isinstance(g, dict) and g.get("lr") is not None else g for g in given]
 
 
-def _scales(made: list[Any]) -> dict[str, float]:
-    """What every tuner has learned so far; of several optimizers, each tuner with their number."""
-    by_optimizer = [optimizer.scales() for optimizer in made]
-    if len(made) == 1:
-        return dict(by_optimizer[0])
+def _by_tuner(by_optimizer: list[dict[str, float]]) -> dict[str, float]:
+    """By the names of the tuners; of several optimizers, each tuner with their number."""
+    if len(by_optimizer) == 1:
+        return by_optimizer[0]
     return {f"{number} {name}": s for number, each in enumerate(by_optimizer) for name, s in each.items()}
 
 

@@ -11,7 +11,18 @@ except ModuleNotFoundError as error:
 
 from mechanic.jax.freezing import freeze, release
 from mechanic.jax.muon import muon, roles
-from mechanic.jax.state import MechanicState, nonfinite_steps, scale, scales
+from mechanic.jax.state import MechanicState, learned_rates, nonfinite_steps, scale, scales
 from mechanic.jax.transform import mechanize
 
-__all__ = ["MechanicState", "freeze", "mechanize", "muon", "nonfinite_steps", "release", "roles", "scale", "scales"]
+__all__ = [
+    "MechanicState",
+    "freeze",
+    "learned_rates",
+    "mechanize",
+    "muon",
+    "nonfinite_steps",
+    "release",
+    "roles",
+    "scale",
+    "scales",
+]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from mechanic.jax.refusals import refuse_other_labels
-from mechanic.jax.state import MechanicState, PyTree, find, replace, warn_unless_last
+from mechanic.jax.state import MechanicState, PyTree, find, learned_rates_of, replace, warn_unless_last
 from mechanic.jax.tuners import rows_of
 
 
 def freeze(state: PyTree) -> PyTree:
-    """Stop tuning: S stays as it is, and the memory of Delta is freed.
+    """Stop tuning: S becomes its mean, see :func:`learned_rates`, and the memory of Delta is freed.
 
     Go on with the same transformation, whose updates are S times those of the base. The state, which may be any state
     around Mechanic's, has another structure then, so a jitted step compiles once more. NaN and inf reach the base, as
@@ -40,9 +40,10 @@ def release(
 ) -> tuple[optax.GradientTransformationExtraArgs, PyTree]:
     """Return to the base optimizer alone, at the learned learning rate: nothing of Mechanic is left.
 
-    With one tuner the result is ``optax.chain(base, optax.scale(S / peak_lr))``, in which the base keeps its moments
-    and its place in the schedule. Put clipping and accumulation around it again. Half-precision parameters lose their
-    residuals, so steps below their last bit are lost again.
+    With one tuner the result is ``optax.chain(base, optax.scale(S / peak_lr))`` with the mean of S, see
+    :func:`learned_rates`, in which the base keeps its moments and its place in the schedule. Put clipping and
+    accumulation around it again. Half-precision parameters lose their residuals, so steps below their last bit are lost
+    again.
 
     Args:
         base: what :func:`mechanic.jax.mechanize` was given, or the same with another schedule.
@@ -51,7 +52,7 @@ def release(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
-        >>> from mechanic.jax import mechanize, release, scale
+        >>> from mechanic.jax import learned_rates, mechanize, release
         >>> params = jnp.ones(3)
         >>> optimizer = mechanize(optax.sgd(1.0))
         >>> state = optimizer.init(params)
@@ -59,7 +60,7 @@ def release(
         ...     updates, state = jax.jit(optimizer.update)(params, state, params)
         >>> plain, plain_state = release(optax.sgd(1.0), state)
         >>> updates, plain_state = plain.update(params, plain_state, params)
-        >>> bool(jnp.allclose(updates, -scale(state)))
+        >>> bool(jnp.allclose(updates, -learned_rates(state)["default"]))
         True
     """
     warn_unless_last(state)
@@ -80,7 +81,7 @@ def release(
         names, rows = rows_of(labels, updates)
         refuse_other_labels(ours, names)
         leaves = zip(jax.tree.leaves(updates), rows, strict=True)
-        rates = {name: learned / ours.peak_lr for name, learned in ours.scale.items()}
+        rates = {name: learned / ours.peak_lr for name, learned in learned_rates_of(ours).items()}
         scaled = [u * jnp.asarray(rates[names[row]], u.real.dtype) for u, row in leaves]
         return jax.tree.unflatten(jax.tree.structure(updates), scaled)
 
@@ -89,7 +90,7 @@ def release(
 
 def _frozen(state: MechanicState) -> MechanicState:
     _refuse_unlearned(state)
-    return state._replace(delta=None, delta_scales=None, tuner=None)
+    return state._replace(scale=learned_rates_of(state), delta=None, delta_scales=None, tuner=None)
 
 
 def _refuse_unlearned(state: MechanicState) -> None:

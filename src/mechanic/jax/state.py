@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mechanic.tuner import TunerState
+from mechanic.tuner import TunerState, learned_rate
 
 PyTree = Any
 
@@ -70,6 +70,35 @@ def scale(state: PyTree) -> jax.Array:
     if len(by_name) != 1:
         raise ValueError(f"there is not one tuner but {len(by_name)}, {', '.join(by_name)}; call scales() instead")
     return next(iter(by_name.values()))
+
+
+def learned_rates(state: PyTree) -> dict[str, jax.Array]:
+    """The mean of S since step 50, weighted with the schedule, by tuner; see :func:`scales`. Train with it next time.
+
+    Until then it is S, which has yet to find its size. S itself is what the next step starts from. Where a schedule
+    ends near 0, it is mostly noise: steps so small tell little about it. Without ``schedule=`` the mean is not
+    weighted. :func:`freeze` and :func:`release` go on with the mean.
+
+    Example:
+        >>> import jax, optax
+        >>> from mechanic.jax import learned_rates, mechanize
+        >>> optimizer = mechanize(optax.sgd(0.1))
+        >>> params = jnp.ones(3)
+        >>> state = optimizer.init(params)
+        >>> for _ in range(60):
+        ...     updates, state = jax.jit(optimizer.update)(params, state, params)
+        >>> bool(learned_rates(state)["default"] > 0)
+        True
+    """
+    warn_unless_last(state)
+    return _by_name(state, learned_rates_of)
+
+
+def learned_rates_of(found: MechanicState) -> dict[str, jax.Array]:
+    if found.tuner is None:  # frozen
+        return found.scale
+    means = learned_rate(found.tuner, jnp)
+    return {name: means[..., row] for row, name in enumerate(sorted(found.scale))}
 
 
 def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:

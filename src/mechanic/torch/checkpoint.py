@@ -27,6 +27,7 @@ from mechanic.torch.layout import (
     StateDict,
     is_half_precision,
     params_of,
+    with_all_rows,
 )
 from mechanic.torch.wrapped import Wrapped
 
@@ -90,6 +91,7 @@ def _load(wrapped: Wrapped[Any], state_dict: StateDict) -> bool:
     """Load a checkpoint. Returns whether it is a Mechanic's."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer's state_dict, a dict with 'state' and 'param_groups'; is it a model's?")
+    state_dict = {**state_dict, "param_groups": [with_all_rows(group) for group in state_dict["param_groups"]]}
     state, groups, former = state_dict["state"], state_dict["param_groups"], wrapped.groups
     saved = {p: state.get(key) or {} for key, p in zip(params_of(groups), wrapped.params, strict=False)}
     is_ours = any(str(key).startswith("mechanic_") for entry in (*groups, *saved.values()) for key in entry)

@@ -15,7 +15,8 @@ where                key                         what
 ``param_groups[i]``  ``mechanic_base``           the class name of the base, or of the group's optimizer
                                                  if they are several
 ``param_groups[i]``  ``mechanic_row``            which tuner the group belongs to
-``param_groups[i]``  ``mechanic_tuner``          [13, n]: the betas, then the fields of TunerState
+``param_groups[i]``  ``mechanic_tuner``          [15, n]: the betas, then the fields of TunerState;
+                                                 earlier checkpoints lack the last two
 ``param_groups[i]``  ``mechanic_unit``           the peak learning rate, which counts as 1
 ``param_groups[i]``  ``mechanic_lr``             the learning rate of the last step
 ``param_groups[i]``  ``mechanic_frozen``         S, if it is frozen
@@ -81,7 +82,8 @@ def rows_of(groups: list[Group]) -> dict[int, int]:
 
 # Tuners.
 
-_SCALES, _LARGEST_RATE = (1 + TunerState._fields.index(name) for name in ("scales", "largest_rate"))  # after the betas
+_ROW_OF = {name: row for row, name in enumerate(TunerState._fields, 1)}  # after the betas
+_IN_UNITS_OF_LR = ("largest_rate", "rate_sum", "moved_sum")
 
 
 def tuner_dtype(device: torch.device) -> torch.dtype:
@@ -110,7 +112,22 @@ def read_on_host(groups: list[Group]) -> TunerState:
 
 def scale_of(group: Group) -> Tensor:
     """S, 0-dim."""
-    return group[TUNER].unbind()[_SCALES].sum()  # type: ignore[no-any-return]
+    return group[TUNER].unbind()[_ROW_OF["scales"]].sum()  # type: ignore[no-any-return]
+
+
+def with_all_rows(group: Group) -> Group:
+    """A group of a checkpoint, whose tuner may be of before the learned rate was a mean: that then begins anew."""
+    tuner = group.get(TUNER)
+    if not (isinstance(tuner, Tensor) and tuner.ndim == 2 and len(tuner) == _ROW_OF["rate_sum"]):
+        return group
+    return {**group, TUNER: torch.cat([tuner, torch.zeros_like(tuner[:2])])}
+
+
+def set_scale(group: Group, scale: float) -> None:
+    """Freeze S at this value."""
+    tuner = group[TUNER].clone()  # the old one may have been handed out
+    tuner[_ROW_OF["scales"]] *= scale / scale_of(group)
+    group.update({TUNER: tuner, FROZEN: scale})
 
 
 # Learning rates.
@@ -169,7 +186,8 @@ def peak_lr_of(groups: list[Group]) -> float:
 def rebase(groups: list[Group], peak_lr: float) -> None:
     """Let another learning rate count as 1 for groups that share a tuner: those of a script that has resumed."""
     for group in groups:
-        group[TUNER][_LARGEST_RATE] *= peak_lr / group[PEAK_LR]
+        for name in _IN_UNITS_OF_LR:
+            group[TUNER][_ROW_OF[name]] *= peak_lr / group[PEAK_LR]
         group[PEAK_LR] = peak_lr
 
 

@@ -224,6 +224,24 @@ class Mechanic(Optimizer, Generic[BaseT]):
         """S of every tuner by its name: the factor on the base's updates when lr is at its peak."""
         return self._wrapped.scales()
 
+    def learned_rates(self) -> dict[str, float]:
+        """The mean of S since step 50, weighted with the schedule, by tuner: the learning rate to train with next time.
+
+        Until then it is S, which has yet to find its size. S itself is what the next step starts from. Where a schedule
+        ends near 0, it is mostly noise: steps so small tell little about it. :meth:`freeze` and :meth:`release` go on
+        with the mean.
+
+        Example:
+            >>> p = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = Mechanic(torch.optim.SGD([p], lr=0.1))
+            >>> for _ in range(60):
+            ...     p.grad = p.detach().clone()
+            ...     optimizer.step()
+            >>> optimizer.learned_rates()["default"] > 0
+            True
+        """
+        return self._wrapped.learned_rates()
+
     def learning_rates(self) -> dict[str, float]:
         """The effective learning rate of the last step, by tuner: S times lr / peak_lr.
 
@@ -254,7 +272,7 @@ class Mechanic(Optimizer, Generic[BaseT]):
         return self._wrapped.is_frozen
 
     def freeze(self) -> None:
-        """Stop tuning: keep S as it is, and drop Delta and its memory.
+        """Stop tuning: S becomes its mean, see :meth:`learned_rates`, and Delta and its memory are dropped.
 
         From now on a step is S times the base's own. NaN and infinite gradients reach the base, as they would without
         Mechanic, unless it was built with ``skip_nonfinite=True``.

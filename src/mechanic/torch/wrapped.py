@@ -21,7 +21,7 @@ from mechanic.torch.lists import is_on_host
 from mechanic.torch.private import foreach_copy_, run_hooks
 from mechanic.torch.shards import Reduction, SharedGroup, refuse_parts_of_matrices
 from mechanic.torch.together import members_of, names_by_group, options_of, owners_of
-from mechanic.tuner import TunerState, is_at_bound, is_dominated
+from mechanic.tuner import TunerState, is_at_bound, is_dominated, learned_rate
 
 BaseT = TypeVar("BaseT", bound=Optimizer)
 
@@ -154,6 +154,12 @@ class Wrapped(Generic[BaseT]):
         self.warn_of(layout.read_on_host(self.groups))
         return {name: float(layout.scale_of(sharing[0])) for name, sharing in self.by_tuner().items()}
 
+    def learned_rates(self) -> dict[str, float]:
+        self.require_assigned_groups()
+        means = learned_rate(layout.read_on_host(self.groups), torch).tolist()
+        by_row = {group[ROW]: mean for group, mean in zip(self.groups, means, strict=True)}
+        return {name: by_row[sharing[0][ROW]] for name, sharing in self.by_tuner().items()}
+
     def freeze(self) -> None:
         if self.own_iterates:
             raise TypeError(
@@ -166,8 +172,11 @@ class Wrapped(Generic[BaseT]):
                 f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer "
                 "no group or layer of which nothing is trained"
             )
-        for group in self.groups:
-            group[FROZEN] = float(layout.scale_of(group))
+        learned = self.learned_rates()
+        for name, sharing in self.by_tuner().items():
+            for group in sharing:
+                layout.set_scale(group, learned[name])
+        self.show_scales()
         self.observed = None
         self.drop(DELTA)  # and DELTA_SCALES
 
