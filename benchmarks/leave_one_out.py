@@ -41,6 +41,7 @@ NO_GUARD = ("guard", "False")
 # feedback agrees, and it rises only if the feedback speaks for Delta. This is in place of the guard, of settling with
 # the schedule and with the steps, and of what keeps the stake from jumping.
 ONE_PACE = [
+    ("TINY = 1e-37", "TINY = 1e-37\nPACE = 1.0"),
     ("    nonfinite_steps: Array  #", "    travelled: Array\n    nonfinite_steps: Array  #"),
     ("stake, state.nonfinite_steps", "stake, travelled, state.nonfinite_steps"),
     (
@@ -59,7 +60,18 @@ ONE_PACE = [
     NO_GUARD,
     NO_JUMP,
 ]
-FREE = ("poor & (grad_share > SMALL_GRADIENT)", "grad_share > -1")  # the stake grows whatever was won, at any gradient
+NO_KEEPING_STILL = ("    if rate is not None and config.settle:\n", "    if False:\n")
+
+
+def explores(far: str) -> list[Edit]:
+    """The stake grows whatever was won and at any gradient, while S |Delta| is less than so many times |x_1|."""
+    near = f"pays & (scale * delta_norm < {far} * initial_norm)"
+    return [
+        ("poor & (grad_share > SMALL_GRADIENT)", "grad_share > -1"),
+        ("xp.where(pays, grown,", f"xp.where({near}, grown,"),
+    ]
+
+
 CHANGES: dict[str, list[Edit]] = {
     "as it is": [],
     "no pull": [("decay", "0.0")],
@@ -70,7 +82,7 @@ CHANGES: dict[str, list[Edit]] = {
     "forgetting 2": [("forgetting", "2.0")],
     "forgetting 8": [("forgetting", "8.0")],
     "no pace": [("pace = 1.0 if rate is None else _pace(rate, largest_rate, xp)", "pace = 1.0")],
-    "no keeping still": [("    if rate is not None and config.settle:\n", "    if False:\n")],
+    "no keeping still": [NO_KEEPING_STILL],
     "no calm": [("CALM_AFTER", "1e12")],
     "calm after 300": [("CALM_AFTER", "300")],
     "no settling at all": [("settle", "False")],
@@ -91,24 +103,21 @@ CHANGES: dict[str, list[Edit]] = {
     "near, no late pull": [*NEAR, ("late_decay", "0.0")],
     "near, no pull": [*NEAR, ("decay", "0.0")],
     "near, no calm": [*NEAR, ("CALM_AFTER", "1e12")],
-    "one pace": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now")],
-    "one pace, rises at any feedback": [
-        FREE,
-        *((old, new.replace("xp.where(feedback > 0, 1.0, most)", "most")) for old, new in ONE_PACE),
-        ("PACE * now", "1.0 * now"),
-    ],
-    "one pace of a half": [FREE, *ONE_PACE, ("PACE * now", "0.5 * now")],
-    "one pace of 2": [FREE, *ONE_PACE, ("PACE * now", "2.0 * now")],
-    "one pace, near": [*NEAR, ("SMALL_GRADIENT", "0.0"), *ONE_PACE, ("PACE * now", "1.0 * now")],
-    "one pace, no late pull": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("late_decay", "0.0")],
-    "one pace, no pull": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("late_decay", "0.0"), ("decay", "0.0")],
-    "one pace, no keeping still": [
-        FREE,
-        *ONE_PACE,
-        ("PACE * now", "1.0 * now"),
-        ("    if rate is not None and config.settle:\n", "    if False:\n"),
-    ],
-    "one pace, no forgetting": [FREE, *ONE_PACE, ("PACE * now", "1.0 * now"), ("forgetting", "0.0")],
+    **{
+        f"one pace{name}": [*explores(far), *ONE_PACE, *more]
+        for name, far, more in (
+            ("", "1", []),
+            (" of a half", "1", [("PACE", "0.5")]),
+            (" of 2", "1", [("PACE", "2.0")]),
+            (", explores 3 times as far", "3", []),
+            (", explores without bound", "1e30", []),
+            (", rises at any feedback", "1e30", [("xp.where(feedback > 0, 1.0, most)", "most")]),
+            (", no late pull", "1", [("late_decay", "0.0")]),
+            (", no pull", "1", [("late_decay", "0.0"), ("decay", "0.0")]),
+            (", no keeping still", "1", [NO_KEEPING_STILL]),
+            (", no forgetting", "1", [("forgetting", "0.0")]),
+        )
+    },
 }
 
 
