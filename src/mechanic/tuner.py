@@ -262,7 +262,7 @@ def update(
 
     new_scale = xp.sum(scales, -1, keepdims=True)
     largest_scale = xp.maximum(state.largest_scale, new_scale)
-    weight = xp.where(steps > FINDING_STEPS, 1.0 if rate is None else xp.clip(rate, 0.0, None), 0.0)
+    weight = xp.where(steps > FINDING_STEPS, 1.0 if rate is None else rate, 0.0)
     rate_sum, moved_sum = state.rate_sum + weight, state.moved_sum + weight * new_scale
     sizes = initial_norm, largest_delta, largest_scale
     others = steps, largest_rate, largest_grad, stake, state.nonfinite_steps, rate_sum, moved_sum
@@ -270,7 +270,7 @@ def update(
     # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite. That
     # of the slowest beta is the largest.
     root = tuple(root_variance.T)[config.betas.index(max(config.betas))].reshape(-1, 1)
-    finite = xp.isfinite(xp.sum(sums, -1, keepdims=True) + root)
+    finite = xp.abs(xp.sum(sums, -1, keepdims=True) + root) < xp.inf  # one launch on a GPU less than isfinite
     has_feedback = finite & (grad_sq > 0)
     learned = TunerState(*xp.where(has_feedback, xp.stack(proposed), xp.stack(state)))
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))

@@ -335,10 +335,10 @@ class TorchMachine(CheckedMachine):
         elif not all(self.optimizer.scales().values()):
             self.must_refuse(self.optimizer.freeze, match="nothing has been learned", kinds=ValueError)
         else:
-            values, scales = checks.bits(self.training.params), self.optimizer.scales()
+            values, learned = checks.bits(self.training.params), self.optimizer.learned_rates()
             self.optimizer.freeze()
             assert checks.bits(self.training.params) == values
-            assert self.optimizer.scales() == scales
+            assert self.optimizer.scales() == pytest.approx(learned, rel=1e-6)
             assert not any(
                 str(key).startswith(checks.DELTA) for state in self.optimizer.state.values() for key in state
             )

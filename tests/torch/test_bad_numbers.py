@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic
+from mechanic.tuner import TunerState
 from tests.torch.bases import Base
 from tests.torch.paths import by_default, every_start, every_start_and_int8, on_copies
 from tests.torch.task import backward, learned, mlp, same_bits, snapshot, train, train_loss
 
+NONFINITE = 1 + TunerState._fields.index("nonfinite_steps")  # a row of the tuner: the count of such steps
 BAD = (float("inf"), float("-inf"), float("nan"), 3e38)
 
 
@@ -38,7 +40,7 @@ def test_tuner_delta_and_parameters_stay_finite(base: Base, wrap):
             tuner = optimizer.param_groups[0]["mechanic_tuner"].clone()
             poison(model, rng, everywhere=rng.random() < 0.5)
             optimizer.step()
-            tuner[-1] += 1  # the count of such steps
+            tuner[NONFINITE] += 1
             assert optimizer.param_groups[0]["mechanic_tuner"].equal(tuner)
         else:
             optimizer.step()
@@ -139,4 +141,4 @@ def test_one_bad_tuner_does_not_hold_up_the_others():
     model[0].weight.grad[0, 0] = float("nan")
     optimizer.step()
     assert [learned(optimizer, group).equal(before[group]) for group in range(2)] == [True, False]
-    assert [int(group["mechanic_tuner"][-1, 0]) for group in optimizer.param_groups] == [1, 0]
+    assert [int(group["mechanic_tuner"][NONFINITE, 0]) for group in optimizer.param_groups] == [1, 0]

@@ -139,9 +139,8 @@ def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfini
     which = "" if len(indices) == len(groups) else f" (group {', '.join(map(str, indices))})"
     bad = f", {nonfinite} of them with NaN or inf gradients" if nonfinite else ""
     return (
-        f"tuner {name!r}{which}: learned rate {learned:.4g} after {_plural(steps + nonfinite, 'step')}{bad}; "
-        f"S is {scale:.4g} now, the effective learning rate of the last step {rate:.4g} "
-        f"(the peak lr passed was {float(group[PEAK_LR]):g})"
+        f"tuner {name!r}{which}: learned rate {learned:.4g} after {_plural(steps + nonfinite, 'step')}{bad} "
+        f"(the peak lr passed was {float(group[PEAK_LR]):g}); S is now {scale:.4g}, the effective rate {rate:.4g}"
     )
 
 

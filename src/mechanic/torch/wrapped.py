@@ -166,13 +166,12 @@ class Wrapped(Generic[BaseT]):
                 f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
                 "without Delta; keep tuning"
             )
-        scales = self.scales()
-        if not all(scale > 0 for scale in scales.values()):
-            raise ValueError(
-                f"nothing has been learned yet, the scales are {scales}; take some steps first, and give the optimizer "
-                "no group or layer of which nothing is trained"
-            )
         learned = self.learned_rates()
+        if not all(rate > 0 for rate in learned.values()):
+            raise ValueError(
+                f"nothing has been learned yet, the scales are {learned}; take some steps first, and give the "
+                "optimizer no group or layer of which nothing is trained"
+            )
         for name, sharing in self.by_tuner().items():
             for group in sharing:
                 layout.set_scale(group, learned[name])
