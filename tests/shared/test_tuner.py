@@ -340,6 +340,7 @@ def test_bounds_that_are_never_reached_change_nothing():
     [
         ({"betas": ()}, "betas"),
         ({"betas": (0.9, 1.1)}, "betas"),
+        ({"betas": (-0.5, 0.9)}, "betas"),
         ({"s_init": 0.0}, "S never leaves 0"),
         ({"s_init": float("nan")}, "s_init"),
         ({"decay": -1.0}, "decay must be non-negative"),

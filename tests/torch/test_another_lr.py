@@ -81,6 +81,18 @@ def test_a_rate_above_the_peak_whose_unit_is_not_known_is_told():
         train(model, resumed, 1)
 
 
+def test_a_rate_of_0_tells_nothing_of_its_unit_and_the_next_one_does():
+    model = mlp()
+    former = Mechanic(AdamW(model.parameters(), lr=1.0))
+    train(model, former, 5)
+    optimizer = Mechanic(AdamW(model.parameters(), lr=3e-4))
+    optimizer.load_state_dict(former.state_dict())
+    for lr, share in ((0.0, 0.0), (1.5e-4, 0.5)):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 1)
+        assert optimizer.learning_rates()["default"] == pytest.approx(share * scale(optimizer))
+
+
 def test_the_checkpoint_of_a_bare_base_brings_no_unit_to_compare_with():
     """The tuner is fresh then, and finds its S in the units that there are."""
     model = mlp()
