@@ -98,11 +98,6 @@ CHANGES: dict[str, list[Edit]] = {
     "betas from .9": [("betas", "(0.9, 0.99, 0.999, 0.9999, 0.99999)")],
     "betas without .99999 and more": [("betas", "(0.99, 0.999, 0.9999)")],
     "near": NEAR,
-    "near, above .1": [*NEAR, ("SMALL_GRADIENT", "0.1")],
-    "near, ignores jumps": [*NEAR, NO_JUMP],
-    "near, no late pull": [*NEAR, ("late_decay", "0.0")],
-    "near, no pull": [*NEAR, ("decay", "0.0")],
-    "near, no calm": [*NEAR, ("CALM_AFTER", "1e12")],
     **{
         f"one pace{name}": [*explores(far), *ONE_PACE, *more]
         for name, far, more in (

@@ -69,8 +69,8 @@ class TunerState(NamedTuple):
     largest_grad: Array  # max |g_k| over k <= t, where each counts as at most twice the max before it
     stake: Array  # how many times as large as at first; 0 until the first step
     nonfinite_steps: Array  # how many steps had sums that were not finite
-    rate_sum: Array  # of the learning rates since step 50; of ones where none was told
-    moved_sum: Array  # of S times the learning rate
+    rate_sum: Array = 0.0  # of the learning rates since step 50; of ones where none was told
+    moved_sum: Array = 0.0  # of S times the learning rate, since step 50
 
 
 def delta_retention(
@@ -136,9 +136,10 @@ def total_scale(state: TunerState, xp: Any) -> Array:
 
 
 def learned_rate(state: TunerState, xp: Any) -> Array:
-    """The mean of S since it was found, weighted with the learning rates of the steps, [tuners].
+    """The mean of S, weighted with the learning rates of the steps, [tuners].
 
-    Before that it is S. The last S is mostly noise where a schedule ends near 0: steps so small tell little about it.
+    The first steps, in which S finds its size, are left out; until then this is S. The last S is mostly noise if a
+    schedule ends near 0, since such small steps tell little.
     """
     total, moved = state.rate_sum[..., 0], state.moved_sum[..., 0]
     return xp.where(total > 0, moved / xp.clip(total, TINY, None), total_scale(state, xp))
@@ -270,7 +271,7 @@ def update(
     # In float32 the root of the sum of squares can overflow where the feedback does not, and would stay infinite. That
     # of the slowest beta is the largest.
     root = tuple(root_variance.T)[config.betas.index(max(config.betas))].reshape(-1, 1)
-    finite = xp.abs(xp.sum(sums, -1, keepdims=True) + root) < xp.inf  # one launch on a GPU less than isfinite
+    finite = xp.abs(xp.sum(sums, -1, keepdims=True) + root) < xp.inf  # isfinite takes more launches on a GPU
     has_feedback = finite & (grad_sq > 0)
     learned = TunerState(*xp.where(has_feedback, xp.stack(proposed), xp.stack(state)))
     return learned._replace(nonfinite_steps=xp.where(finite, state.nonfinite_steps, state.nonfinite_steps + 1))

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mechanic.torch import Mechanic
-from mechanic.torch.layout import read_on_host
-from mechanic.tuner import learned_rate
+from mechanic.torch.layout import learned_rate_of
 from tests.campaign.torch_bases import Base
 
 GRADIENT_LIMIT = 10.0  # gradients of the loss are clipped, so that a negative learning rate cannot blow the run up
@@ -134,8 +133,7 @@ class Training:
         """Go on with the base alone, at the learned rates; every call of the former Mechanic must say why it fails."""
         optimizer = self.optimizer
         values = [p.detach().clone() for p in self.params]
-        learned = learned_rate(read_on_host(optimizer.param_groups), torch).tolist()
-        rates = [s * float(g["lr"] / g["mechanic_unit"]) for s, g in zip(learned, optimizer.param_groups, strict=True)]
+        rates = [learned_rate_of(g) * float(g["lr"] / g["mechanic_unit"]) for g in optimizer.param_groups]
         plain = optimizer.release()
         assert plain is optimizer.base
         assert all(p.equal(value) for p, value in zip(self.params, values, strict=True))

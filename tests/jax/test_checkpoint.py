@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mechanic.jax import freeze, mechanize, nonfinite_steps, scale, scales
+from mechanic.jax import freeze, learned_rates, mechanize, nonfinite_steps, scale, scales
 from mechanic.tuner import TunerState
 from tests.jax.task import LABELS, PLAIN, assert_close, avals, learned, mlp, mover, same_bits, train
 
@@ -42,6 +42,14 @@ def test_a_state_of_numpy_arrays_goes_on(jit):
     assert nonfinite_steps(as_numpy[1]) == {"default": 0}
     ours, expected = (jit(PLAIN.update)(params, state, params) for params, state in (as_numpy, (params, state)))
     assert_close(ours, expected, rtol=0)
+
+
+def test_a_state_pickled_before_the_learned_rate_was_a_mean_goes_on():
+    params, state = learned(PLAIN, steps=3)
+    former = state._replace(tuner=TunerState(*state.tuner[:-2]))  # what unpickling makes of its twelve fields
+    assert learned_rates(former) == learned_rates(state) == scales(state)
+    expected, ours = (jax.jit(PLAIN.update)(params, each, params) for each in (state, former))
+    assert same_bits(ours, expected)
 
 
 @pytest.mark.long

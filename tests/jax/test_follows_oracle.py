@@ -9,7 +9,7 @@ import optax
 import pytest
 import torch
 
-from mechanic.jax import learned_rates, mechanize, scale
+from mechanic.jax import freeze, learned_rates, mechanize, release, scale
 from mechanic.torch import Mechanic
 from tests.shared import oracle
 from tests.torch.oracle_task import BASES as IN_TORCH
@@ -114,6 +114,32 @@ def test_float32_tracks_the_scale_for_100_steps(base):
     expected = run_oracle(base)[:100]
     for (our_s, _), (s, _) in zip(run_jax(BASES[base], None, jnp.float32, steps=100), expected, strict=True):
         assert our_s == pytest.approx(s, rel=1e-3)
+
+
+def test_the_learned_rate_is_the_mean_of_s_weighted_with_the_schedule_and_is_handed_over():
+    eigenvalues, x = np.logspace(-2, 0, 12), np.ones(12)
+
+    def schedule(t):
+        return 0.5 + 0.5 * np.cos(np.pi * t / 80)
+
+    def in_jax(t):
+        return 0.5 + 0.5 * jnp.cos(jnp.pi * t / 80)
+
+    reference = oracle.Oracle(oracle.SGD(schedule), x)
+    optimizer = mechanize(optax.sgd(in_jax), schedule=in_jax)
+    with jax.enable_x64(True):
+        x = jnp.asarray(x)
+        state, update = optimizer.init(x), jax.jit(optimizer.update)
+        for _ in range(80):
+            updates, state = update(eigenvalues * x, state, x)
+            x = optax.apply_updates(x, updates)
+            reference.step(eigenvalues * reference.x)
+        learned = reference.learned_rate
+        assert abs(learned / reference.scale - 1) > 0.05
+        assert float(learned_rates(state)["default"]) == pytest.approx(learned, rel=1e-9)
+        assert float(scale(freeze(state))) == pytest.approx(learned, rel=1e-9)
+        plain, plain_state = release(optax.sgd(1.0), state)
+        assert float(plain.update(x, plain_state, x)[0][0] / -x[0]) == pytest.approx(learned, rel=1e-9)
 
 
 @pytest.mark.parametrize(("bound", "factor"), [("max_lr", 0.1), ("min_lr", 3.0)])

@@ -82,15 +82,21 @@ def test_a_rate_above_the_peak_whose_unit_is_not_known_is_told():
 
 
 def test_a_rate_of_0_tells_nothing_of_its_unit_and_the_next_one_does():
-    model = mlp()
+    model = mlp(dtype=torch.float64)
     former = Mechanic(AdamW(model.parameters(), lr=1.0))
-    train(model, former, 5)
-    optimizer = Mechanic(AdamW(model.parameters(), lr=3e-4))
-    optimizer.load_state_dict(former.state_dict())
-    for lr, share in ((0.0, 0.0), (1.5e-4, 0.5)):
-        optimizer.param_groups[0]["lr"] = lr
-        train(model, optimizer, 1)
-        assert optimizer.learning_rates()["default"] == pytest.approx(share * scale(optimizer))
+    train(model, former, 60)
+    saved = copy.deepcopy((model.state_dict(), former.state_dict()))
+    learned = []
+    for peak in (1.0, 3e-4):
+        optimizer = Mechanic(AdamW(model.parameters(), lr=peak))
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        for share in (0.0, 0.5):
+            optimizer.param_groups[0]["lr"] = share * peak
+            train(model, optimizer, 1)
+            assert optimizer.learning_rates()["default"] == pytest.approx(share * scale(optimizer))
+        learned.append(optimizer.learned_rates()["default"])
+    assert learned[1] == pytest.approx(learned[0], rel=1e-9)  # the rates of both units have their weight in it
 
 
 def test_the_checkpoint_of_a_bare_base_brings_no_unit_to_compare_with():

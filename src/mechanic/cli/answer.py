@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from mechanic.cli.watched import Watched
-from mechanic.torch.layout import PEAK_LR, ROW, Group, read_on_host
-from mechanic.tuner import learned_rate
+from mechanic.torch.layout import PEAK_LR, ROW, Group, learned_rate_of
 
 
 def describe(watched: Watched) -> str:
@@ -75,7 +74,7 @@ def _sets_own_rate(watched: Watched, index: int) -> bool:
 
 def _peak_rate(group: Group, peak: Any) -> float:
     """What ``release()`` would leave in the group, at the peak of the schedule."""
-    learned = float(learned_rate(read_on_host([group]), torch)[0])
+    learned = learned_rate_of(group)
     return learned if peak is None else learned * float(peak) / float(group[PEAK_LR])
 
 

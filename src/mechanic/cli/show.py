@@ -22,11 +22,11 @@ from mechanic.torch.layout import (
     TUNER,
     Group,
     last_rate,
+    learned_rate_of,
     read_on_host,
     scale_of,
     with_all_rows,
 )
-from mechanic.tuner import learned_rate
 
 FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt", "*.tar")
 
@@ -133,7 +133,7 @@ def _describe_tuner(groups: list[Group], indices: list[int], steps: int, nonfini
     """One line: what a tuner has learned."""
     group = max((groups[index] for index in indices), key=last_rate)
     scale = float(scale_of(group))
-    learned, rate = float(learned_rate(read_on_host([group]), torch)[0]), scale * last_rate(group)
+    learned, rate = learned_rate_of(group), scale * last_rate(group)
     unnamed = {each[ROW] for each in groups if each.get("tuner") is None}
     name = group.get("tuner") or ("default" if len(unnamed) == 1 else f"group {indices[0]}")
     which = "" if len(indices) == len(groups) else f" (group {', '.join(map(str, indices))})"

@@ -13,10 +13,10 @@ __all__ = ["ScaleMonitor"]
 
 
 class ScaleMonitor(Callback):
-    """Logs S and the effective learning rate to all loggers of the Trainer.
+    """Logs S, the learned rate and the effective one to all loggers of the Trainer.
 
     ``Trainer(callbacks=[ScaleMonitor()])``. It logs on the steps on which Lightning does, every ``log_every_n_steps``,
-    under the keys of :func:`mechanic.integrations.readings`: S and the rate of the step that was made.
+    under the keys of :func:`mechanic.integrations.readings`; ``mechanic/lr`` is the rate of the step that was made.
     Lightning's ``LearningRateMonitor`` shows the schedule alone.
     """
 

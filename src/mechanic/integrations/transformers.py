@@ -12,7 +12,7 @@ __all__ = ["ScaleCallback"]
 
 
 class ScaleCallback(TrainerCallback):
-    """Logs S and the effective learning rate, wherever the Trainer reports to.
+    """Logs S, the learned rate and the effective one, wherever the Trainer reports to.
 
     ``trainer.add_callback(ScaleCallback(trainer))``. It logs on the steps on which the Trainer logs, in a record of
     its own, under the keys of :func:`mechanic.integrations.readings`; ``mechanic/lr`` is the rate of the step that was

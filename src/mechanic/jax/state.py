@@ -73,11 +73,11 @@ def scale(state: PyTree) -> jax.Array:
 
 
 def learned_rates(state: PyTree) -> dict[str, jax.Array]:
-    """The mean of S since step 50, weighted with the schedule, by tuner; see :func:`scales`. Train with it next time.
+    """The learning rate to train with next time, by tuner: the mean of S, weighted with the schedule.
 
-    Until then it is S, which has yet to find its size. S itself is what the next step starts from. Where a schedule
-    ends near 0, it is mostly noise: steps so small tell little about it. Without ``schedule=`` the mean is not
-    weighted. :func:`freeze` and :func:`release` go on with the mean.
+    The first 50 steps are left out, in which S finds its size; until then this is S. The last S is mostly noise if a
+    schedule ends near 0, since such small steps tell little. Without ``schedule=`` the mean is not weighted.
+    :func:`freeze` and :func:`release` use the mean.
 
     Example:
         >>> import jax, optax
@@ -97,8 +97,14 @@ def learned_rates(state: PyTree) -> dict[str, jax.Array]:
 def learned_rates_of(found: MechanicState) -> dict[str, jax.Array]:
     if found.tuner is None:  # frozen
         return found.scale
-    means = learned_rate(found.tuner, jnp)
+    means = learned_rate(with_all_fields(found.tuner), jnp)
     return {name: means[..., row] for row, name in enumerate(sorted(found.scale))}
+
+
+def with_all_fields(tuner: TunerState) -> TunerState:
+    """A tuner that may have been pickled before it had sums for the learned rate: their defaults are numbers."""
+    scales = tuner.scales
+    return TunerState(*(jnp.broadcast_to(jnp.asarray(field, scales.dtype), scales.shape) for field in tuner))
 
 
 def nonfinite_steps(state: PyTree) -> dict[str, jax.Array]:

@@ -16,7 +16,7 @@ from mechanic.jax.bases import injected_peak, known_peak, refuse_parts_of_matric
 from mechanic.jax.leaves import Leaves
 from mechanic.jax.refusals import refuse_other_betas, refuse_other_labels, trainable_arrays
 from mechanic.jax.rounding import widen
-from mechanic.jax.state import MechanicState, PyTree
+from mechanic.jax.state import MechanicState, PyTree, with_all_fields
 from mechanic.jax.storage import decode, name_of_choice, zero_delta, zero_residuals
 from mechanic.jax.sums import measure
 from mechanic.jax.tuners import rows_of
@@ -119,6 +119,7 @@ def mechanize(
 
         ``count`` is the base's place in the schedule; steps without feedback count.
         """
+        tuner = with_all_fields(tuner)
         betas = jnp.asarray(tuner_config.betas, sums.dtype)
         rate = None if schedule is None else jnp.asarray(schedule(count), sums.dtype)
         tuned = update(tuner, sums[:, : len(SUMS)], betas, tuner_config, jnp, rate)

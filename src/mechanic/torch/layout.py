@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mechanic.tuner import TunerState
+from mechanic.tuner import TunerState, learned_rate
 
 FORMAT = 1
 
@@ -94,6 +94,18 @@ def tuner_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64 else torch.float32
 
 
+def new_tuner(betas: tuple[float, ...]) -> Tensor:
+    """Before its first step; :func:`read_tuners` moves it to where it is needed."""
+    rows = [betas, *[[0.0] * len(betas)] * len(TunerState._fields)]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+def as_rows(groups: list[Group], betas: Tensor, tuners: TunerState) -> list[Tensor]:
+    """The tuner of every group, as it is stored."""
+    index, rows = rows_of(groups), torch.stack([betas, *tuners], 1).unbind()
+    return [rows[index[group[ROW]]] for group in groups]
+
+
 def read_tuners(groups: list[Group], device: torch.device | None) -> tuple[Tensor, TunerState]:
     """The betas and the state of all tuners, each [tuners, n]; on ``device``, or where they are."""
     device = device or groups[0][TUNER].device  # the model may have been moved, or the checkpoint be from elsewhere
@@ -115,6 +127,11 @@ def scale_of(group: Group) -> Tensor:
     return group[TUNER].unbind()[_ROW_OF["scales"]].sum()  # type: ignore[no-any-return]
 
 
+def learned_rate_of(group: Group) -> float:
+    """The mean of S."""
+    return float(learned_rate(read_on_host([group]), torch)[0])
+
+
 def with_all_rows(group: Group) -> Group:
     """A group of a checkpoint, whose tuner may be of before the learned rate was a mean: that then begins anew."""
     tuner = group.get(TUNER)
@@ -123,11 +140,12 @@ def with_all_rows(group: Group) -> Group:
     return {**group, TUNER: torch.cat([tuner, torch.zeros_like(tuner[:2])])}
 
 
-def set_scale(group: Group, scale: float) -> None:
-    """Freeze S at this value."""
-    tuner = group[TUNER].clone()  # the old one may have been handed out
-    tuner[_ROW_OF["scales"]] *= scale / scale_of(group)
-    group.update({TUNER: tuner, FROZEN: scale})
+def freeze_scales(groups: list[Group]) -> None:
+    """Let S be its mean from now on."""
+    for group in groups:
+        learned, tuner = learned_rate_of(group), group[TUNER].clone()  # the old one may have been handed out
+        tuner[_ROW_OF["scales"]] *= learned / scale_of(group)
+        group.update({TUNER: tuner, FROZEN: learned})
 
 
 # Learning rates.

@@ -225,20 +225,10 @@ class Mechanic(Optimizer, Generic[BaseT]):
         return self._wrapped.scales()
 
     def learned_rates(self) -> dict[str, float]:
-        """The mean of S since step 50, weighted with the schedule, by tuner: the learning rate to train with next time.
+        """The learning rate to train with next time, by tuner: the mean of S, weighted with the schedule.
 
-        Until then it is S, which has yet to find its size. S itself is what the next step starts from. Where a schedule
-        ends near 0, it is mostly noise: steps so small tell little about it. :meth:`freeze` and :meth:`release` go on
-        with the mean.
-
-        Example:
-            >>> p = torch.nn.Parameter(torch.ones(2))
-            >>> optimizer = Mechanic(torch.optim.SGD([p], lr=0.1))
-            >>> for _ in range(60):
-            ...     p.grad = p.detach().clone()
-            ...     optimizer.step()
-            >>> optimizer.learned_rates()["default"] > 0
-            True
+        The first 50 steps are left out, in which S finds its size; until then this is S. The last S is mostly noise if
+        a schedule ends near 0, since such small steps tell little. :meth:`freeze` and :meth:`release` use the mean.
         """
         return self._wrapped.learned_rates()
 

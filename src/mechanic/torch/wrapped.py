@@ -21,7 +21,7 @@ from mechanic.torch.lists import is_on_host
 from mechanic.torch.private import foreach_copy_, run_hooks
 from mechanic.torch.shards import Reduction, SharedGroup, refuse_parts_of_matrices
 from mechanic.torch.together import members_of, names_by_group, options_of, owners_of
-from mechanic.tuner import TunerState, is_at_bound, is_dominated, learned_rate
+from mechanic.tuner import TunerState, is_at_bound, is_dominated
 
 BaseT = TypeVar("BaseT", bound=Optimizer)
 
@@ -73,7 +73,7 @@ class Wrapped(Generic[BaseT]):
     def skipped_steps(self) -> int:
         return int(self.groups[0].get(SKIPPED, 0))
 
-    # Param groups and
+    # Param groups and tuners.
 
     def require_assigned_groups(self) -> None:
         """Raise if this Mechanic has been released. Assign tuners to groups that were added to the base directly."""
@@ -103,8 +103,6 @@ class Wrapped(Generic[BaseT]):
         rows = [group[ROW] for group in self.groups if TUNER in group]
         # Not the row of a tuner that is gone, of which something may still be remembered.
         next_row = 1 + max([*rows, *self.known.values(), *(self.observed or ()), *self.resumed], default=-1)
-        betas, state = self.config.betas, [[0.0] * len(self.config.betas)] * len(TunerState._fields)
-        unused = torch.tensor([betas, *state], dtype=torch.float64, device="cpu")  # read_tuners moves it
         added: list[tuple[Group, Group]] = []
         for name, sharing in self.by_tuner().items():
             if self.per_group and len({group.get("tuner") is None for group in sharing}) > 1:
@@ -115,7 +113,8 @@ class Wrapped(Generic[BaseT]):
             elif self.is_frozen:
                 raise ValueError(f"the scales are frozen, and tuner {name!r} has none yet; name one of the others")
             else:
-                entries = {ROW: next_row, PEAK_LR: self.peak_lr or layout.peak_lr_of(sharing), TUNER: unused}
+                entries = {ROW: next_row, PEAK_LR: self.peak_lr or layout.peak_lr_of(sharing)}
+                entries[TUNER] = layout.new_tuner(self.config.betas)
                 next_row += 1
             added += [(group, entries) for group in sharing if TUNER not in group]
         for group, entries in added:
@@ -136,9 +135,8 @@ class Wrapped(Generic[BaseT]):
         if learned is None:
             return
         betas, tuned = learned
-        index, tuners = layout.rows_of(self.groups), torch.stack([betas, *tuned], 1).unbind()
         # In one operation, so that groups that share a tuner never differ in it.
-        foreach_copy_([group[TUNER] for group in self.groups], [tuners[index[group[ROW]]] for group in self.groups])
+        foreach_copy_([group[TUNER] for group in self.groups], layout.as_rows(self.groups, betas, tuned))
         self.show_scales()
         if is_on_host(betas):
             self.warn_of(tuned)
@@ -156,9 +154,7 @@ class Wrapped(Generic[BaseT]):
 
     def learned_rates(self) -> dict[str, float]:
         self.require_assigned_groups()
-        means = learned_rate(layout.read_on_host(self.groups), torch).tolist()
-        by_row = {group[ROW]: mean for group, mean in zip(self.groups, means, strict=True)}
-        return {name: by_row[sharing[0][ROW]] for name, sharing in self.by_tuner().items()}
+        return {name: layout.learned_rate_of(sharing[0]) for name, sharing in self.by_tuner().items()}
 
     def freeze(self) -> None:
         if self.own_iterates:
@@ -166,15 +162,13 @@ class Wrapped(Generic[BaseT]):
                 f"{type(self.base).__name__} steps on iterates of its own, which are not scaled, so it cannot go on "
                 "without Delta; keep tuning"
             )
-        learned = self.learned_rates()
-        if not all(rate > 0 for rate in learned.values()):
+        rates = self.learned_rates()
+        if not all(rate > 0 for rate in rates.values()):
             raise ValueError(
-                f"nothing has been learned yet, the scales are {learned}; take some steps first, and give the "
-                "optimizer no group or layer of which nothing is trained"
+                f"nothing has been learned yet, the scales are {rates}; take some steps first, and give the optimizer "
+                "no group or layer of which nothing is trained"
             )
-        for name, sharing in self.by_tuner().items():
-            for group in sharing:
-                layout.set_scale(group, learned[name])
+        layout.freeze_scales(self.groups)
         self.show_scales()
         self.observed = None
         self.drop(DELTA)  # and DELTA_SCALES
@@ -229,8 +223,7 @@ class Wrapped(Generic[BaseT]):
                 continue
             del self.resumed[row]
             if lr_saved and abs(math.log(lr / lr_saved * peak / peak_here)) < abs(math.log(lr / lr_saved)):
-                # It is nearer in the units of this script.
-                layout.rebase(sharing, layout.largest(sharing, "max_lr", peak_here))
+                layout.rebase(sharing, layout.largest(sharing, "max_lr", peak_here))  # nearer in this script's units
             elif lr > peak * (1 + 1e-6):
                 self.warn_once(
                     "resumed",
